@@ -1,0 +1,1 @@
+"""Random batches into any implementation, and verdicts."""

@@ -1,0 +1,1 @@
+"""Suites: what is compared with what."""

@@ -1,0 +1,1 @@
+"""Faults planted on purpose, which the checks must find."""

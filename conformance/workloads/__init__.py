@@ -1,0 +1,1 @@
+"""Hypothesis strategies for configurations, requests and weights."""

@@ -1,0 +1,1 @@
+"""The same contracts in place and fast."""

@@ -1,0 +1,1 @@
+"""The persistent batch in preallocated buffers."""

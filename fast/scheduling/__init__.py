@@ -1,0 +1,1 @@
+"""Schedulers on mutable state."""

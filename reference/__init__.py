@@ -1,0 +1,1 @@
+"""The executable specification: pure functions over immutable values."""

@@ -1,0 +1,1 @@
+"""The block pool, prefix hashes and the groups that share blocks."""

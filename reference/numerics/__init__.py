@@ -1,0 +1,1 @@
+"""The mathematics of the layers, in float64."""

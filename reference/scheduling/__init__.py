@@ -1,0 +1,1 @@
+"""Schedulers: who runs how many tokens in a step."""
