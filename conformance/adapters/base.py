@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servespec.reference.contracts import (
+    BatchRecord,
     CacheConfig,
     EngineConfig,
     EngineCoreOutput,
@@ -28,7 +29,15 @@ from servespec.reference.contracts import (
     StepRecord,
 )
 
-__all__ = ["EngineFactory", "EngineUnderTest", "SchedulerFactory", "SchedulerUnderTest", "Weights"]
+__all__ = [
+    "BatchFactory",
+    "BatchUnderTest",
+    "EngineFactory",
+    "EngineUnderTest",
+    "SchedulerFactory",
+    "SchedulerUnderTest",
+    "Weights",
+]
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 """Parameters by their Hugging Face checkpoint names."""
@@ -64,6 +73,16 @@ class SchedulerUnderTest(Protocol):
         """Return the state as far as checks compare it."""
 
 
+class BatchUnderTest(Protocol):
+    """The worker's persistent batch, driven by schedules without a model."""
+
+    def prepare(self, output: SchedulerOutput) -> BatchRecord:
+        """Update the rows, reorder them, and make inputs and metadata of one step."""
+
+    def append_sampled(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
+        """Take in the tokens that rows of the last step keep."""
+
+
 class EngineUnderTest(Protocol):
     """A scheduler, a batch and a model together."""
 
@@ -75,7 +94,7 @@ class EngineUnderTest(Protocol):
 
         With `forced_token_ids` the bookkeeping continues from those tokens, while the record's
         `sampled_token_ids` still names the engine's own choice: so a tie does not end the
-        comparison.
+        comparison. Requests that keep no token in this step are not looked at.
         """
 
     def abort_requests(self, request_ids: Sequence[str]) -> None:
@@ -100,6 +119,15 @@ class SchedulerFactory(Protocol):
         speculative: SpeculativeConfig | None = None,
     ) -> SchedulerUnderTest:
         """Return a fresh scheduler."""
+
+
+class BatchFactory(Protocol):
+    """An implementation that can be asked for a persistent batch."""
+
+    name: str
+
+    def make_batch(self, config: EngineConfig) -> BatchUnderTest:
+        """Return an empty batch."""
 
 
 class EngineFactory(Protocol):

@@ -1,0 +1,85 @@
+"""A case: everything that decides one comparison, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from servespec.conformance.verdicts import Divergence, ExpectedStep
+from servespec.conformance.workloads.workload import Workload
+from servespec.reference.contracts import EngineConfig, ModelConfig, require
+
+__all__ = ["SPEC_VERSION", "Case", "CaseFile", "Dtype", "TinyModel"]
+
+SPEC_VERSION = "0.1"
+"""Version of the specification; changes when the reference decides anything differently."""
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyModel:
+    """A model small enough to make from a seed.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    seed : int
+        Of the weights, see `servespec.reference.models.tiny.weights`.
+    """
+
+    config: ModelConfig
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.seed < 2**32, "TinyModel.seed", self.seed, "in [0, 2**32)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One comparison.
+
+    Attributes
+    ----------
+    suite : str
+        Whose check runs it.
+    config : EngineConfig
+        A suite without a model uses its scheduler, cache and speculative parts.
+    workload : Workload
+    model : TinyModel or None
+        None for a suite without a model.
+    dtype : {"float32", "bfloat16"}
+        What the implementation computes in; the reference always uses float64.
+    """
+
+    suite: str
+    config: EngineConfig
+    workload: Workload
+    model: TinyModel | None = None
+    dtype: Dtype = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseFile:
+    """A case and what was seen when it was written.
+
+    Attributes
+    ----------
+    spec_version : str
+        `SPEC_VERSION` of the writer.
+    implementation : str
+        What was checked, as given to ``--impl``.
+    case : Case
+    divergence : Divergence or None
+    last_lines : str
+        The end of the implementation's output, if it failed.
+    expected : tuple of ExpectedStep
+        The reference's steps, up to the divergence.
+    """
+
+    spec_version: str
+    implementation: str
+    case: Case
+    divergence: Divergence | None = None
+    last_lines: str = ""
+    expected: tuple[ExpectedStep, ...] = ()
