@@ -140,7 +140,8 @@ class BatchRecord:
     block_tables : tuple of tuple of tuple of int
         For each row, its block table (a tuple for each group).
     logits_indices : tuple of int
-        Tokens whose logits are computed: the last of each row.
+        Tokens whose logits are computed: the last of each row, and of a row with d drafts the
+        last d + 1.
     sampled : tuple of bool
         For each row, whether its token is kept (a row whose ``seq_len`` is short of the known
         tokens is computed and thrown away).
@@ -150,6 +151,8 @@ class BatchRecord:
         One for each full-attention group, in group order.
     gdn : tuple of GdnMetadata
         One for each GDN group, in group order.
+    num_draft_tokens : tuple of int
+        For each row, draft tokens among its scheduled ones; empty in a step without drafts.
     """
 
     req_ids: tuple[str, ...]
@@ -166,3 +169,4 @@ class BatchRecord:
     attn_state: AttentionState
     attention: tuple[AttentionMetadata, ...]
     gdn: tuple[GdnMetadata, ...]
+    num_draft_tokens: tuple[int, ...] = ()

@@ -54,12 +54,16 @@ class Quirks:
     finish_in_set_order : bool
         ``finish_requests`` frees a collection of ids in the order of a Python set, not in the
         order given.
+    gdn_fresh_decode : bool
+        A GDN layer takes every leading one-token row for a decode, also one that is still in its
+        prompt, so a request's very first chunk can read the state its block held before (#51562).
     """
 
     priority_victim_skips_next: bool = False
     negative_schedule: bool = False
     padded_admission_cut_late: bool = False
     finish_in_set_order: bool = False
+    gdn_fresh_decode: bool = False
 
     @classmethod
     def vllm_0_27_1(cls) -> Quirks:
@@ -69,6 +73,7 @@ class Quirks:
             negative_schedule=True,
             padded_admission_cut_late=True,
             finish_in_set_order=True,
+            gdn_fresh_decode=True,
         )
 
 
@@ -225,6 +230,9 @@ class CacheConfig:
         tokens); ``align``: a state kept at every block boundary (a GDN block spans `block_size`).
     prefix_match_unit : int or None
         Tokens per hash if finer than a block (partial hits by copy-on-write); None means a block.
+    kernel_block_size : int or None
+        Tokens in one block as the attention kernels see it; a pool block is that many consecutive
+        kernel blocks. None means `block_size`; Ascend kernels take 128.
     groups : tuple of KVCacheGroup
         In the order of block-table groups: for Qwen3.5 GDN groups first, full attention last.
 
@@ -238,6 +246,7 @@ class CacheConfig:
     enable_prefix_caching: bool = False
     mamba_cache_mode: MambaCacheMode = "none"
     prefix_match_unit: int | None = None
+    kernel_block_size: int | None = None
     groups: tuple[KVCacheGroup, ...]
 
     def __post_init__(self) -> None:
@@ -263,6 +272,16 @@ class CacheConfig:
             ),
             f"{name}.prefix_match_unit",
             self.prefix_match_unit,
+            f"None or a divisor of block_size = {self.block_size}",
+        )
+        require(
+            self.kernel_block_size is None
+            or (
+                1 <= self.kernel_block_size <= self.block_size
+                and self.block_size % self.kernel_block_size == 0
+            ),
+            f"{name}.kernel_block_size",
+            self.kernel_block_size,
             f"None or a divisor of block_size = {self.block_size}",
         )
         require(len(self.groups) > 0, f"{name}.groups", self.groups, "at least one group")
