@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 
-from servespec.conformance.verdicts import DivergedError, Divergence, ImplementationError
+from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.verdicts import DivergedError, Divergence
 from servespec.reference.contracts import BatchRecord
 
 __all__ = ["Difference", "expect_equal", "first_difference", "shown"]
@@ -89,7 +90,7 @@ def first_difference(
 
     Raises
     ------
-    ImplementationError
+    ImplementationFailed
         If a value of `got` has a type that its field cannot have.
     """
     if expected is None or got is None:
@@ -158,7 +159,7 @@ def _require_type(got: object, kind: type | tuple[type, ...], path: tuple[str | 
     if not isinstance(got, kind) or (isinstance(got, bool) and kind is numbers.Integral):
         wanted = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
         where = Difference(path, "", "").field or "the record"
-        raise ImplementationError(f"{where} is {shown(got)}: must be of type {wanted}")
+        raise ImplementationFailed(f"{where} is {shown(got)}: must be of type {wanted}")
 
 
 def _text(value: object) -> str:
@@ -192,7 +193,7 @@ def expect_equal(
     Raises
     ------
     DivergedError
-    ImplementationError
+    ImplementationFailed
     """
     found = first_difference(expected, got, (field,) if field else ())
     if found is not None:

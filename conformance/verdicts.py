@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.reference.contracts import (
     BatchRecord,
     EngineCoreOutput,
@@ -30,12 +31,14 @@ __all__ = [
     "DivergedError",
     "Divergence",
     "ExpectedStep",
-    "ImplementationError",
     "Tally",
     "Verdict",
     "attempt",
+    "failure",
     "run_check",
 ]
+
+_LAST_LINES = 6
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -123,25 +126,8 @@ class DivergedError(Exception):
         self.divergence = divergence
 
 
-class ImplementationError(Exception):
-    """An implementation failed: it raised, hung, died or returned rubbish.
-
-    Parameters
-    ----------
-    what : str
-        What it was asked for and how it failed, in one line.
-    last_lines : str
-        The end of its traceback or output.
-    """
-
-    def __init__(self, what: str, last_lines: str = "") -> None:
-        super().__init__(what)
-        self.what = what
-        self.last_lines = last_lines
-
-
 def attempt(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call into an implementation; whatever it raises becomes `ImplementationError`.
+    """Call into an implementation; whatever it raises becomes `ImplementationFailed`.
 
     Parameters
     ----------
@@ -151,22 +137,19 @@ def attempt(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> 
 
     Raises
     ------
-    ImplementationError
+    ImplementationFailed
         If `function` raises anything at all, `SystemExit` included.
     """
     try:
         return function(*args, **kwargs)
-    except (ImplementationError, KeyboardInterrupt):
+    except (ImplementationFailed, KeyboardInterrupt):
         raise
     except BaseException as error:  # foreign code may raise anything
         name = getattr(function, "__name__", type(function).__name__)
         text = str(error).splitlines()
         what = f"{name} raised {type(error).__name__}" + (f": {text[0]}" if text else "")
-        raise ImplementationError(what, _tail(traceback.format_exc())) from error
-
-
-def _tail(text: str, lines: int = 6) -> str:
-    return "\n".join(text.rstrip().splitlines()[-lines:])
+        lines = traceback.format_exc().rstrip().splitlines()
+        raise ImplementationFailed(what, lines[-_LAST_LINES:]) from error
 
 
 @dataclass(slots=True)
@@ -207,7 +190,7 @@ class CaseResult:
         Wall time of the case.
     divergence : Divergence or None
         None if the implementation agreed.
-    last_lines : str
+    last_lines : tuple of str
         The end of the implementation's traceback or output, if it failed.
     expected : tuple of ExpectedStep
         What the reference did up to the divergence; kept only if there is one or on request.
@@ -219,7 +202,7 @@ class CaseResult:
     counts: Mapping[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     divergence: Divergence | None = None
-    last_lines: str = ""
+    last_lines: tuple[str, ...] = ()
     expected: tuple[ExpectedStep, ...] = ()
 
     @property
@@ -236,8 +219,22 @@ class CaseResult:
         return Verdict.TIE if self.ties else Verdict.EQUAL
 
 
+def failure(reason: str, step: int | None = None) -> Divergence:
+    """Return the divergence of an implementation that failed.
+
+    Parameters
+    ----------
+    reason : str
+        How, in one line.
+    step : int or None
+    """
+    return Divergence(
+        field="implementation", expected="an answer", got=reason, step=step, failed=True
+    )
+
+
 Check = Callable[["Case", Any, Tally], None]
-"""``check(case, implementation, tally)``: raises `DivergedError` or `ImplementationError`."""
+"""``check(case, implementation, tally)``: raises `DivergedError` or `ImplementationFailed`."""
 
 
 def run_check(
@@ -262,17 +259,14 @@ def run_check(
     """
     tally = Tally()
     divergence: Divergence | None = None
-    last_lines = ""
+    last_lines: tuple[str, ...] = ()
     try:
         check(case, implementation, tally)
     except DivergedError as error:
         divergence = error.divergence
-    except ImplementationError as error:
-        last_lines = error.last_lines
-        divergence = Divergence(
-            field="implementation", expected="an answer", got=error.what, step=tally.steps,
-            failed=True,
-        )  # fmt: skip
+    except ImplementationFailed as error:
+        last_lines = error.lines
+        divergence = failure(error.reason, tally.steps)
     keep = keep_expected or divergence is not None
     return CaseResult(
         steps=tally.steps,

@@ -71,7 +71,7 @@ class CaseFile:
         What was checked, as given to ``--impl``.
     case : Case
     divergence : Divergence or None
-    last_lines : str
+    last_lines : tuple of str
         The end of the implementation's output, if it failed.
     expected : tuple of ExpectedStep
         The reference's steps, up to the divergence.
@@ -81,5 +81,5 @@ class CaseFile:
     implementation: str
     case: Case
     divergence: Divergence | None = None
-    last_lines: str = ""
+    last_lines: tuple[str, ...] = ()
     expected: tuple[ExpectedStep, ...] = ()

@@ -34,7 +34,7 @@ class Suite:
         Returns the strategy that makes cases.
     check : callable
         ``check(case, implementation, tally)`` compares one case, counts in the tally and raises
-        `DivergedError` or `ImplementationError`.
+        `DivergedError` or `ImplementationFailed`.
     sizes : mapping of profile to int
         Cases of each profile.
     must_reach : tuple of str

@@ -1,0 +1,138 @@
+"""Case files: JSON that decodes straight into the contract types.
+
+A case file comes from outside: it is limited in size, must hold known fields only, and the model
+and cache it asks for are bounded before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from servespec.conformance.cases.case import Case, CaseFile
+from servespec.conformance.output import write_atomically
+from servespec.reference.contracts import ModelConfig
+
+__all__ = ["CaseError", "check_size", "read", "write"]
+
+MAX_FILE_BYTES = 32 * 2**20
+MAX_PARAMETERS = 50_000_000
+MAX_CACHE_VALUES = 100_000_000
+MAX_REQUESTS = 10_000
+MAX_STEPS = 100_000
+
+
+class CaseError(ValueError):
+    """A case file cannot be used; the text names the file, the place in it and why."""
+
+
+def write(path: Path, content: CaseFile) -> None:
+    """Write a case file; a reader sees the old file or the whole new one.
+
+    Parameters
+    ----------
+    path : Path
+        Its folder is made if missing.
+    content : CaseFile
+    """
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(content), indent=1))
+
+
+def read(path: Path) -> CaseFile:
+    """Read a case file.
+
+    Parameters
+    ----------
+    path : Path
+
+    Returns
+    -------
+    CaseFile
+
+    Raises
+    ------
+    CaseError
+        If the file is missing, too long, cut, not a case, or asks for too much.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise CaseError(f"case file {path}: {error.strerror or error}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise CaseError(f"case file {path}: longer than {MAX_FILE_BYTES} bytes")
+    try:
+        content = msgspec.json.decode(data, type=CaseFile)
+        raw = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise CaseError(f"case file {path}: {error}") from error
+    if (unknown := _unknown_field(raw, msgspec.to_builtins(content), "$")) is not None:
+        raise CaseError(f"case file {path}: unknown field {unknown}")
+    try:
+        check_size(content.case)
+    except CaseError as error:
+        raise CaseError(f"case file {path}: {error}") from error
+    return content
+
+
+def check_size(case: Case) -> None:
+    """Refuse a case that asks for more memory or time than any test needs.
+
+    Parameters
+    ----------
+    case : Case
+
+    Raises
+    ------
+    CaseError
+    """
+    cache, workload = case.config.cache, case.workload
+    _limit("workload.max_steps", workload.max_steps, MAX_STEPS)
+    _limit("number of workload steps", len(workload.steps), MAX_STEPS)
+    _limit("number of requests", len(workload.requests), MAX_REQUESTS)
+    _limit("cache.num_gpu_blocks", cache.num_gpu_blocks, 2**20)
+    _limit("cache.block_size", cache.block_size, 2**20)
+    _limit("scheduler.max_model_len", case.config.scheduler.max_model_len, 2**24)
+    _limit("scheduler.max_num_seqs", case.config.scheduler.max_num_seqs, 2**16)
+    if case.model is not None:
+        model = case.model.config
+        _limit("model parameters", _num_parameters(model), MAX_PARAMETERS)
+        page = 2 * cache.block_size * model.num_key_value_heads * model.head_dim
+        state = model.linear_num_value_heads * model.linear_value_head_dim * (
+            model.linear_key_head_dim
+        ) + model.conv_dim * (model.linear_conv_kernel_dim - 1)  # fmt: skip
+        values = cache.num_gpu_blocks * max(page, state) * model.num_hidden_layers
+        _limit("values in the cache", values, MAX_CACHE_VALUES)
+
+
+def _limit(what: str, value: int, most: int) -> None:
+    if value > most:
+        raise CaseError(f"{what} is {value}: must be at most {most}")
+
+
+def _num_parameters(model: ModelConfig) -> int:
+    hidden = model.hidden_size
+    heads = model.num_attention_heads + model.num_key_value_heads
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    full = 3 * heads * model.head_dim * hidden
+    linear = (model.conv_dim + 3 * values + 2 * model.linear_num_value_heads) * hidden
+    mlp = 3 * hidden * model.intermediate_size
+    layers = sum(mlp + (full if kind == "full_attention" else linear) for kind in model.layer_types)
+    return 2 * model.vocab_size * hidden + layers
+
+
+def _unknown_field(raw: object, known: object, path: str) -> str | None:
+    """Return the first key of `raw` that decoding dropped: a misspelt name must not pass."""
+    if isinstance(raw, Mapping) and isinstance(known, Mapping):
+        for key, value in raw.items():
+            if key not in known:
+                return f"{path}.{key}"
+            if (found := _unknown_field(value, known[key], f"{path}.{key}")) is not None:
+                return found
+    elif isinstance(raw, Sequence) and isinstance(known, Sequence) and not isinstance(raw, str):
+        for index, (a, b) in enumerate(zip(raw, known, strict=False)):
+            if (found := _unknown_field(a, b, f"{path}[{index}]")) is not None:
+                return found
+    return None
