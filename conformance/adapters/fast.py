@@ -1,0 +1,119 @@
+"""The fast path behind the adapter protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from servespec.conformance.adapters.base import Weights
+from servespec.fast.batch import InputBatch
+from servespec.fast.engine import Engine
+from servespec.fast.scheduling.v1 import Scheduler
+from servespec.reference.contracts import (
+    BatchRecord,
+    CacheConfig,
+    EngineConfig,
+    EngineCoreOutput,
+    ModelConfig,
+    PauseState,
+    Request,
+    RequestStatus,
+    SchedulerConfig,
+    SchedulerOutput,
+    SchedulerSnapshot,
+    SpeculativeConfig,
+)
+
+__all__ = ["FastBatch", "FastImplementation", "FastScheduler"]
+
+
+class FastScheduler:
+    """`servespec.fast.scheduling.v1.Scheduler`, its plans as contract values.
+
+    Parameters
+    ----------
+    scheduler : Scheduler
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request."""
+        self.scheduler.add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Plan one step."""
+        return self.scheduler.schedule(throttle_prefills).to_contract()
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled: Mapping[str, tuple[int, ...]]
+    ) -> tuple[EngineCoreOutput, ...]:
+        """Take in the sampled tokens."""
+        return self.scheduler.update_from_output(output, sampled)
+
+    def update_draft_token_ids(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+        """Take in draft tokens."""
+        self.scheduler.update_draft_token_ids(drafts)
+
+    def finish_requests(self, request_ids: Sequence[str], status: RequestStatus) -> None:
+        """End requests from outside."""
+        self.scheduler.finish_requests(request_ids, status)
+
+    def set_pause_state(self, state: PauseState) -> None:
+        """Stop or resume admission or everything."""
+        self.scheduler.set_pause_state(state)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all prefix hashes."""
+        return self.scheduler.reset_prefix_cache(reset_running_requests)
+
+    def snapshot(self) -> SchedulerSnapshot:
+        """Return the state as far as checks compare it."""
+        return self.scheduler.snapshot()
+
+
+class FastBatch:
+    """`servespec.fast.batch.InputBatch`, its steps as records.
+
+    Parameters
+    ----------
+    batch : InputBatch
+    """
+
+    def __init__(self, batch: InputBatch) -> None:
+        self.batch = batch
+
+    def prepare(self, output: SchedulerOutput) -> BatchRecord:
+        """Make inputs and metadata of one step."""
+        self.batch.update_states(output)
+        self.batch.prepare(output)
+        return self.batch.record()
+
+    def append_sampled(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
+        """Take in the tokens that rows keep."""
+        self.batch.append_sampled(sampled)
+
+
+class FastImplementation:
+    """The fast path as an implementation."""
+
+    name = "fast"
+
+    def make_scheduler(
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        speculative: SpeculativeConfig | None = None,
+    ) -> FastScheduler:
+        """Return a fresh scheduler."""
+        return FastScheduler(Scheduler(scheduler, cache, speculative))
+
+    def make_batch(self, config: EngineConfig) -> FastBatch:
+        """Return an empty batch."""
+        return FastBatch(InputBatch(config))
+
+    def make_engine(
+        self, model: ModelConfig, weights: Weights, config: EngineConfig, dtype: str = "float32"
+    ) -> Engine:
+        """Return a fresh engine."""
+        return Engine(model, weights, config, dtype)

@@ -1,0 +1,94 @@
+"""From the text given to ``--impl`` to an implementation."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.verdicts import attempt
+
+__all__ = ["BUILT_IN", "FACTORIES", "LoadingError", "load", "offers"]
+
+BUILT_IN = {
+    "fast": "the fast path of this package (torch)",
+    "reference": "the reference itself, as a check of the checks",
+    "vllm": "the scheduler of vLLM 0.27.1 in an environment of its own (--python PATH)",
+}
+"""Implementations known by name, and what they are."""
+
+FACTORIES = ("make_scheduler", "make_batch", "make_engine")
+"""Methods of which an implementation offers at least one."""
+
+
+class LoadingError(ValueError):
+    """An implementation cannot be loaded; the text names it and says why."""
+
+
+def load(name: str, python: str | None = None) -> object:
+    """Return an implementation.
+
+    Parameters
+    ----------
+    name : str
+        A key of `BUILT_IN`, or ``package.module:object``, imported with the working directory on
+        the path. A class is called without arguments.
+    python : str, optional
+        Interpreter of the environment that ``vllm`` lives in.
+
+    Raises
+    ------
+    LoadingError
+        If there is no such implementation, it cannot be imported, or it offers no factory.
+    """
+    if python is not None and name != "vllm":
+        raise LoadingError(f"--python is for --impl vllm, not for {name!r}")
+    if name == "fast":
+        from servespec.conformance.adapters.fast import FastImplementation
+
+        return FastImplementation()
+    if name == "reference":
+        from servespec.conformance.adapters.reference import ReferenceImplementation
+
+        return ReferenceImplementation()
+    if name == "vllm":
+        from servespec.conformance.adapters.vllm import vllm_implementation
+
+        if python is None:
+            raise LoadingError("--impl vllm needs --python, the interpreter that has vLLM")
+        if not Path(python).is_file():
+            raise LoadingError(f"--python {python}: no such file")
+        return vllm_implementation(python)
+    return _import(name)
+
+
+def offers(implementation: object) -> tuple[str, ...]:
+    """Return the factories an implementation has."""
+    return tuple(f for f in FACTORIES if callable(getattr(implementation, f, None)))
+
+
+def _import(name: str) -> object:
+    module_name, colon, path = name.partition(":")
+    if not (module_name and colon and path):
+        known = ", ".join(BUILT_IN)
+        raise LoadingError(f"unknown implementation {name!r}: give {known} or module:object")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: object = attempt(importlib.import_module, module_name)
+    except ImplementationFailed as error:
+        reason = error.reason.removeprefix("import_module raised ")
+        raise LoadingError(f"cannot import {module_name!r} of --impl {name}: {reason}") from error
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise LoadingError(f"module {module_name!r} of --impl {name} has no {path!r}")
+        found = getattr(found, part)
+    if isinstance(found, type):
+        try:
+            found = attempt(found)
+        except ImplementationFailed as error:
+            raise LoadingError(f"--impl {name}: {error.reason}") from error
+    if not offers(found):
+        raise LoadingError(f"--impl {name} has none of {', '.join(FACTORIES)}")
+    return found

@@ -1,0 +1,100 @@
+"""A process that runs cases one after another, so that one that hangs or crashes can be ended.
+
+Run as ``python -m servespec.conformance.worker NAME [PYTHON]``. It answers lines of JSON with
+lines of JSON: the first line it is sent is empty and answered with `Hello`, every other is a
+`Job` and answered with a `CaseResult`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+import msgspec
+
+from servespec.conformance.adapters.loading import LoadingError, load, offers
+from servespec.conformance.cases.case import Case
+from servespec.conformance.checks.registry import suite
+from servespec.conformance.verdicts import run_check
+
+__all__ = ["Hello", "Job", "main"]
+
+
+class Hello(msgspec.Struct, frozen=True):
+    """What a worker says of itself once it has loaded the implementation.
+
+    Attributes
+    ----------
+    name : str
+        The implementation's own name.
+    offers : tuple of str
+        Its factories.
+    error : str or None
+        Why it could not be loaded.
+    """
+
+    name: str = ""
+    offers: tuple[str, ...] = ()
+    error: str | None = None
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A case to run.
+
+    Attributes
+    ----------
+    case : Case
+    keep_expected : bool
+        Whether the result holds the reference's steps even if nothing diverged.
+    """
+
+    case: Case
+    keep_expected: bool = False
+
+
+def main(name: str, python: str | None = None) -> None:
+    """Serve until the input ends.
+
+    Parameters
+    ----------
+    name, python : str
+        As for `servespec.conformance.adapters.loading.load`.
+    """
+    # What an implementation prints must not reach the lines of the protocol.
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)
+        threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+        sys.stdin.buffer.readline()
+        try:
+            implementation = load(name, python)
+            hello = Hello(str(getattr(implementation, "name", name)), offers(implementation))
+        except LoadingError as error:
+            hello = Hello(error=str(error))
+        _answer(answers, hello)
+        if hello.error is not None:
+            return
+        for line in sys.stdin.buffer:
+            job = msgspec.json.decode(line, type=Job)
+            start = time.perf_counter()
+            check = suite(job.case.suite).check
+            result = run_check(check, job.case, implementation, keep_expected=job.keep_expected)
+            seconds = time.perf_counter() - start
+            _answer(answers, msgspec.structs.replace(result, seconds=seconds))
+
+
+def _answer(file, message):
+    file.write(msgspec.json.encode(message) + b"\n")
+    file.flush()
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process once its parent is gone, even if an implementation hangs."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

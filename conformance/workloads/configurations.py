@@ -1,0 +1,123 @@
+"""Strategies for scheduler and cache configurations of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from servespec.reference.contracts import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Quirks,
+    Request,
+    SchedulerConfig,
+    gdn_groups_first,
+)
+
+__all__ = ["blocks_needed", "cache_configs", "engine_configs", "scheduler_configs"]
+
+
+def blocks_needed(request: Request, cache: CacheConfig, max_model_len: int) -> int:
+    """Return the blocks that one request needs alone, at its longest.
+
+    Parameters
+    ----------
+    request : Request
+    cache : CacheConfig
+    max_model_len : int
+
+    Returns
+    -------
+    int
+        A block a GDN group (mode ``none``) and every token's share of each full-attention group.
+    """
+    tokens = min(request.num_prompt_tokens + request.sampling_params.max_tokens, max_model_len)
+    full = sum(group.layer_type == "full_attention" for group in cache.groups)
+    return full * -(-tokens // cache.block_size) + len(cache.groups) - full
+
+
+@st.composite
+def scheduler_configs(draw: st.DrawFn, max_model_len: int) -> SchedulerConfig:
+    """Return scheduler configurations, most of them tight.
+
+    Small budgets split prompts, small `max_num_seqs` makes requests wait, and chunked prefill is
+    off in some.
+
+    Parameters
+    ----------
+    max_model_len : int
+    """
+    chunked = draw(st.integers(0, 5)) > 0
+    budget = draw(st.one_of(st.integers(1, 12), st.integers(8, 64), st.integers(64, 256)))
+    if not chunked:
+        budget = max(budget, max_model_len)
+    batched = budget + draw(st.sampled_from((0, 0, 0, 5)))
+    return SchedulerConfig(
+        max_num_seqs=draw(st.one_of(st.integers(1, 4), st.integers(4, 16))),
+        max_num_batched_tokens=batched,
+        max_num_scheduled_tokens=draw(st.sampled_from((None, budget))),
+        max_model_len=max_model_len,
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=draw(
+            st.one_of(st.just(0), st.integers(1, min(8, max_model_len)))
+        ),
+        policy=draw(st.sampled_from(("fcfs", "priority"))),
+        watermark=draw(st.sampled_from((0.0, 0.0, 0.05, 0.2))),
+        scheduler_reserve_full_isl=draw(st.booleans()),
+        quirks=draw(st.sampled_from((Quirks(), Quirks.vllm_0_27_1()))),
+    )
+
+
+@st.composite
+def cache_configs(
+    draw: st.DrawFn, model: ModelConfig, requests: Sequence[Request], max_model_len: int
+) -> CacheConfig:
+    """Return block pools in which every request fits alone and seldom all together.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    requests : sequence of Request
+        Those that will run.
+    max_model_len : int
+    """
+    dense = "linear_attention" not in model.layer_types
+    cache = CacheConfig(
+        num_gpu_blocks=2,
+        block_size=draw(st.sampled_from((1, 2, 4, 4, 8, 16))),
+        enable_prefix_caching=dense and draw(st.booleans()),
+        groups=gdn_groups_first(model.layer_types),
+    )
+    needed = [blocks_needed(r, cache, max_model_len) for r in requests] or [1]
+    least, most = max(needed), sum(needed)
+    free = draw(st.one_of(st.integers(least, least + 3), st.integers(least, max(least, most))))
+    return CacheConfig(
+        num_gpu_blocks=1 + free,
+        block_size=cache.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        groups=cache.groups,
+    )
+
+
+@st.composite
+def engine_configs(
+    draw: st.DrawFn,
+    model: ModelConfig,
+    requests: Sequence[Request],
+    max_model_len: int,
+) -> EngineConfig:
+    """Return engine configurations for a model and the requests that will run.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    requests : sequence of Request
+    max_model_len : int
+    """
+    return EngineConfig(
+        scheduler=draw(scheduler_configs(max_model_len)),
+        cache=draw(cache_configs(model, requests, max_model_len)),
+        keep_logits=True,
+    )
