@@ -1,0 +1,133 @@
+"""What a model reads of a step: views of the batch's buffers, valid until the next step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from servespec.reference.contracts import AttentionState
+
+__all__ = ["AttentionInputs", "GdnInputs", "StepInputs"]
+
+
+@dataclass(slots=True, kw_only=True)
+class AttentionInputs:
+    """One full-attention group; R rows, T tokens.
+
+    Attributes
+    ----------
+    block_table : torch.Tensor
+        ``[R, W]`` int32 kernel blocks; W is the longest table of the step, 0 fills shorter ones.
+    slot_mapping : torch.Tensor
+        ``[T]`` int64, where each token's K/V goes.
+    num_decodes, num_prefills, num_decode_tokens : int
+        The leading rows that count as decodes, the others, and the tokens of the former.
+    attn_state : AttentionState
+        The stored label.
+    """
+
+    block_table: Tensor
+    slot_mapping: Tensor
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    attn_state: AttentionState
+
+
+@dataclass(slots=True, kw_only=True)
+class GdnInputs:
+    """One GDN group; R rows, T tokens, of which N rows carry drafts.
+
+    Attributes
+    ----------
+    state_indices : torch.Tensor
+        ``[R]`` int32, the state block of each row.
+    has_initial_state : torch.Tensor
+        ``[R]`` bool for every row, decodes and rows with drafts too: whether the state was
+        written by an earlier step of the same request. Where it is False the row starts from
+        zeros, whatever its block holds.
+    num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens : int
+        Decodes are the leading rows; there are none if any row carries drafts.
+    num_spec_decodes, num_spec_decode_tokens : int
+        N and the tokens of those rows. The tensors below exist if N is positive.
+    spec_sequence_masks : torch.Tensor or None
+        ``[R]`` bool, rows that carry drafts.
+    spec_state_indices : torch.Tensor or None
+        ``[N, K + 1]`` int32.
+    num_accepted_tokens : torch.Tensor or None
+        ``[N]`` int32; the row's state is in column ``num_accepted_tokens - 1``.
+    spec_query_start_loc, non_spec_query_start_loc : torch.Tensor or None
+        ``[N + 1]`` and ``[R - N + 1]`` int32 cumulative tokens of both kinds of row.
+    spec_token_index, non_spec_token_index : torch.Tensor or None
+        int64 positions of the tokens of both kinds in the packed batch.
+    """
+
+    state_indices: Tensor
+    has_initial_state: Tensor
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_spec_decodes: int = 0
+    num_spec_decode_tokens: int = 0
+    spec_sequence_masks: Tensor | None = None
+    spec_state_indices: Tensor | None = None
+    num_accepted_tokens: Tensor | None = None
+    spec_query_start_loc: Tensor | None = None
+    non_spec_query_start_loc: Tensor | None = None
+    spec_token_index: Tensor | None = None
+    non_spec_token_index: Tensor | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class StepInputs:
+    """One step, laid out for a model; R rows, T tokens.
+
+    Attributes
+    ----------
+    req_ids : list of str
+        The request of each row.
+    num_tokens, num_reqs : int
+        T and R.
+    max_query_len : int
+        Most tokens of one row.
+    token_ids, positions : torch.Tensor
+        ``[T]`` int64.
+    query_start_loc : torch.Tensor
+        ``[R + 1]`` int32.
+    seq_lens, num_computed_tokens, num_scheduled_tokens : torch.Tensor
+        ``[R]`` int32.
+    logits_indices : torch.Tensor
+        int64: the last token of each row, and the last d + 1 of a row with d drafts.
+    sampled : torch.Tensor
+        ``[R]`` bool, rows whose token is kept.
+    num_draft_tokens : torch.Tensor
+        ``[R]`` int32.
+    attn_state : AttentionState
+        The label the worker goes on with.
+    swaps : list of (int, int)
+        Row swaps of the reordering.
+    attention : list of AttentionInputs
+        One for each full-attention group, in group order.
+    gdn : list of GdnInputs
+        One for each GDN group, in group order.
+    """
+
+    req_ids: list[str]
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    token_ids: Tensor
+    positions: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    num_computed_tokens: Tensor
+    num_scheduled_tokens: Tensor
+    logits_indices: Tensor
+    sampled: Tensor
+    num_draft_tokens: Tensor
+    attn_state: AttentionState
+    swaps: list[tuple[int, int]]
+    attention: list[AttentionInputs] = field(default_factory=list)
+    gdn: list[GdnInputs] = field(default_factory=list)

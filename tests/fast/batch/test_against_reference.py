@@ -1,0 +1,91 @@
+"""Random multi-step batches through both sides, with every unused array entry poisoned."""
+
+from collections import Counter
+from dataclasses import fields
+from random import Random
+
+import numpy as np
+import pytest
+
+from servespec.conformance.workloads.plans import PlanStream, random_plan_config
+from servespec.fast.batch import InputBatch
+from servespec.fast.batch.buffers import StepBuffer
+from servespec.reference.batch.persistent import append_sampled, empty_batch
+from servespec.reference.batch.prepare import prepare
+
+POISON = -7
+
+
+def poison(batch: InputBatch) -> None:
+    """Overwrite all that no live request owns: free slots, token tails, step buffers."""
+    store = batch._store
+    free = store._free
+    for array in (store.token_ids, store.num_tokens, store.num_prompt_tokens):
+        array[free] = POISON
+    for array in (store.num_computed_tokens, store.num_draft_tokens, store.num_accepted_tokens):
+        array[free] = POISON
+    for slot in store.slot_of.values():
+        store.token_ids[slot, store.num_tokens[slot] :] = POISON
+    for table in store.tables:
+        table.ids[free] = POISON
+        table.num_blocks[free] = 0
+    buffers = batch._buffers
+    for value in vars(buffers).values():
+        for buffer in value if isinstance(value, list) else [value]:
+            assert isinstance(buffer, StepBuffer)
+            buffer.host[...] = POISON if buffer.host.dtype != np.bool_ else True
+    batch._rows[len(batch._req_ids) :] = POISON
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_every_field_of_every_step(block):
+    counts = Counter()
+    for seed in range(block * 20, block * 20 + 20):
+        random = Random(seed)
+        config = random_plan_config(random)
+        stream = PlanStream(config, random)
+        reference, fast = empty_batch(), InputBatch(config)
+        for step in range(50):
+            plan = stream.next_plan()
+            reference, expected = prepare(reference, plan, config)
+            poison(fast)
+            fast.prepare(plan)
+            got = fast.record()
+            for field in fields(expected):
+                assert getattr(got, field.name) == getattr(expected, field.name), (
+                    seed,
+                    step,
+                    field.name,
+                )
+            sampled = stream.sample()
+            kept = {
+                req_id
+                for req_id, keep in zip(expected.req_ids, expected.sampled, strict=True)
+                if keep
+            }
+            assert set(sampled) == kept
+            reference = append_sampled(reference, sampled)
+            fast.append_sampled(sampled)
+            counts["steps"] += 1
+            counts["rows"] += len(expected.req_ids)
+            counts["swaps"] += len(expected.swaps)
+            counts["steps with drafts"] += expected.num_draft_tokens != ()
+        counts += stream.counts
+    print(dict(counts))
+    assert counts["steps"] == 1000
+    for happened in (
+        "accepted",
+        "blocks reused",
+        "empty",
+        "fresh one-token rows",
+        "output dropped",
+        "prefix hit",
+        "re-added",
+        "rejected",
+        "resubmitted",
+        "resumed",
+        "resumed at once",
+        "swaps",
+        "thrown away",
+    ):
+        assert counts[happened] >= 5, happened
