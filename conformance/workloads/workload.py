@@ -50,6 +50,9 @@ class Workload:
         Sampled tokens (and drafts) without a model are below this number.
     acceptance : float
         Without a model, the share of drafts that equal the token sampled at their position.
+    max_concurrent_batches : int
+        With asynchronous scheduling, most steps in flight. vLLM has 2, and one more for each
+        further pipeline stage.
     """
 
     steps: tuple[WorkloadStep, ...]
@@ -57,11 +60,18 @@ class Workload:
     token_seed: int = 0
     num_token_ids: int = 50
     acceptance: float = 0.7
+    max_concurrent_batches: int = 2
 
     def __post_init__(self) -> None:
         require(self.max_steps >= 1, "Workload.max_steps", self.max_steps, "at least 1")
         require(self.num_token_ids >= 2, "Workload.num_token_ids", self.num_token_ids, "at least 2")
         require(0.0 <= self.acceptance <= 1.0, "Workload.acceptance", self.acceptance, "in [0, 1]")
+        require(
+            1 <= self.max_concurrent_batches <= 8,
+            "Workload.max_concurrent_batches",
+            self.max_concurrent_batches,
+            "in [1, 8]",
+        )
 
     @property
     def requests(self) -> tuple[Request, ...]:

@@ -1,0 +1,271 @@
+"""Suite ``scheduling``: every decision and every block, call for call, beside the reference."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+
+from hypothesis import strategies as st
+
+from servespec.conformance.adapters.base import SchedulerFactory, SchedulerUnderTest
+from servespec.conformance.adapters.reference import ReferenceImplementation
+from servespec.conformance.cases.case import Case
+from servespec.conformance.checks.suite import Suite
+from servespec.conformance.compare import expect_equal
+from servespec.conformance.verdicts import ExpectedStep, Tally, attempt
+from servespec.conformance.workloads.driver import DrivenStep, drive
+from servespec.conformance.workloads.scheduling import scheduling
+from servespec.conformance.workloads.workload import Workload
+from servespec.reference.contracts import (
+    EngineConfig,
+    EngineCoreOutput,
+    PauseState,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    SchedulerSnapshot,
+)
+
+__all__ = ["SUITE", "Lockstep", "check", "compare"]
+
+
+class Lockstep:
+    """Two schedulers that are told the same; every answer and every state is compared.
+
+    Parameters
+    ----------
+    expected, got : SchedulerUnderTest
+        The first decides what the caller sees.
+
+    Attributes
+    ----------
+    step : int
+        Steps scheduled before the current one, for the divergence.
+    before, after_schedule, after_update : SchedulerSnapshot
+        The expected state after the previous step, after this step's plan and after its tokens.
+    """
+
+    def __init__(self, expected: SchedulerUnderTest, got: SchedulerUnderTest) -> None:
+        self._expected = expected
+        self._got = got
+        self._in_flight: deque[tuple[SchedulerOutput, SchedulerOutput]] = deque()
+        self.step = 0
+        self.after_schedule = self.after_update = self.before = expected.snapshot()
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request."""
+        self._expected.add_request(request)
+        attempt(self._got.add_request, request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """Plan one step and compare the plans."""
+        expected = self._expected.schedule(throttle_prefills)
+        got = attempt(self._got.schedule, throttle_prefills)
+        self._compare(expected, got, "scheduler_output")
+        self.before = self.after_update
+        self.after_schedule = self.after_update = self._compare_snapshots("schedule")
+        if expected.num_scheduled_tokens:
+            self._in_flight.append((expected, got))
+        self.step += 1
+        return expected
+
+    def update_from_output(
+        self, output: SchedulerOutput, sampled: Mapping[str, tuple[int, ...]]
+    ) -> tuple[EngineCoreOutput, ...]:
+        """Take in sampled tokens and compare what they gave."""
+        ours, theirs = self._in_flight.popleft()
+        while ours is not output:
+            ours, theirs = self._in_flight.popleft()
+        expected = self._expected.update_from_output(ours, sampled)
+        got = attempt(self._got.update_from_output, theirs, sampled)
+        self._compare(expected, got, "outputs", self.step - 1)
+        self.after_update = self._compare_snapshots("update_from_output", self.step - 1)
+        return expected
+
+    def update_draft_token_ids(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
+        """Take in drafts."""
+        self._expected.update_draft_token_ids(drafts)
+        attempt(self._got.update_draft_token_ids, drafts)
+
+    def finish_requests(self, request_ids: tuple[str, ...], status: RequestStatus) -> None:
+        """End requests from outside."""
+        self._expected.finish_requests(request_ids, status)
+        attempt(self._got.finish_requests, request_ids, status)
+        self.after_update = self._compare_snapshots("finish_requests")
+
+    def set_pause_state(self, state: PauseState) -> None:
+        """Stop or resume."""
+        self._expected.set_pause_state(state)
+        attempt(self._got.set_pause_state, state)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all prefix hashes."""
+        expected = self._expected.reset_prefix_cache(reset_running_requests)
+        got = attempt(self._got.reset_prefix_cache, reset_running_requests)
+        self._compare(expected, got, "reset_prefix_cache")
+        self.after_update = self._compare_snapshots("reset_prefix_cache")
+        return expected
+
+    def _compare_snapshots(self, call: str, step: int | None = None) -> SchedulerSnapshot:
+        expected = self._expected.snapshot()
+        got = attempt(self._got.snapshot)
+        self._compare(expected, got, f"snapshot after {call}", step)
+        return expected
+
+    def _compare(self, expected: object, got: object, field: str, step: int | None = None) -> None:
+        # Equality is cheap and nearly always holds; only the order of a mapping escapes it.
+        if (
+            type(expected) is type(got)
+            and expected == got
+            and not (
+                isinstance(expected, SchedulerOutput)
+                and isinstance(got, SchedulerOutput)
+                and list(expected.num_scheduled_tokens) != list(got.num_scheduled_tokens)
+            )
+        ):
+            return
+        expect_equal(expected, got, field, step=self.step if step is None else step)
+
+
+def count(driven: DrivenStep, lockstep: Lockstep, counts: Counter[str]) -> None:
+    """Add what happened in a step to `counts`.
+
+    Parameters
+    ----------
+    driven : DrivenStep
+    lockstep : Lockstep
+        For the states around the step.
+    counts : Counter
+        Gains ``preemptions``, ``resumes``, ``prefix_hits``, ``evictions``, ``chunks`` (later parts
+        of a prompt that one step did not finish), ``padded_admissions``, ``drafts``,
+        ``rejected_drafts``, ``copies``, ``zeroed_blocks``, ``null_blocks``, ``common_prefixes``,
+        ``aborts``, ``pauses``, ``resets``, ``stops``, ``stale_outputs`` (tokens of a request that
+        was preempted meanwhile), ``skipped_waiting``, ``negative_schedules`` and
+        ``blocked_heads`` (steps in which nothing runs and the first in the queue does not fit).
+    """
+    output, events = driven.output, driven.events
+    state = lockstep.after_schedule
+    cached = output.scheduled_cached_reqs
+    counts["preemptions"] += len(output.preempted_req_ids)
+    counts["resumes"] += len(cached.resumed_req_ids)
+    counts["copies"] += len(output.kv_cache_block_copies)
+    counts["zeroed_blocks"] += len(output.new_block_ids_to_zero)
+    counts["aborts"] += len(events.abort)
+    counts["pauses"] += bool(events.pause)
+    counts["resets"] += events.reset_prefix_cache is not None
+    counts["skipped_waiting"] += bool(state.skipped_waiting)
+    counts["common_prefixes"] += any(output.num_common_prefix_blocks)
+    if events.reset_prefix_cache is None:
+        counts["evictions"] += len(lockstep.before.cached_blocks - state.cached_blocks)
+    for new in output.scheduled_new_reqs:
+        counts["prefix_hits"] += new.num_computed_tokens > 0
+        counts["padded_admissions"] += new.req_id in output.scheduled_spec_decode_tokens
+        counts["null_blocks"] += any(0 in blocks for blocks in new.block_ids)
+    for request_id, num_computed, num_output in zip(
+        cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
+    ):
+        if request_id in cached.resumed_req_ids:
+            counts["prefix_hits"] += num_computed > 0
+            counts["padded_admissions"] += request_id in output.scheduled_spec_decode_tokens
+        elif num_output == 0:
+            counts["chunks"] += 1
+    counts["negative_schedules"] += any(n < 1 for n in output.num_scheduled_tokens.values())
+    if not output.num_scheduled_tokens and not state.running and state.waiting:
+        counts["blocked_heads"] += state.pause_state is PauseState.UNPAUSED
+    queued = {*state.waiting, *state.skipped_waiting}
+    planned = {} if driven.updated is None else driven.updated.scheduled_spec_decode_tokens
+    for request_id, tokens in driven.sampled.items():
+        counts["stale_outputs"] += bool(tokens) and request_id in queued
+        if tokens and request_id in planned:
+            counts["drafts"] += len(planned[request_id])
+            counts["rejected_drafts"] += len(planned[request_id]) + 1 - len(tokens)
+    counts["stops"] += sum(result.finish_reason is not None for result in driven.outputs)
+
+
+def compare(
+    config: EngineConfig,
+    workload: Workload,
+    expected: SchedulerFactory,
+    got: SchedulerFactory,
+    tally: Tally,
+    keep: bool = True,
+) -> None:
+    """Run a workload on two implementations in lockstep.
+
+    Parameters
+    ----------
+    config : EngineConfig
+    workload : Workload
+    expected, got : SchedulerFactory
+        The first is held to be right.
+    tally : Tally
+        Counts what happened.
+    keep : bool
+        Whether the steps of `expected` are kept in the tally.
+
+    Raises
+    ------
+    DivergedError
+        At the first difference.
+    ImplementationFailed
+        If `got` fails.
+    """
+    configs = (config.scheduler, config.cache, config.speculative)
+    lockstep = Lockstep(expected.make_scheduler(*configs), attempt(got.make_scheduler, *configs))
+    for driven in drive(lockstep, workload, config):
+        count(driven, lockstep, tally.counts)
+        tally.steps += 1
+        tally.tokens += sum(len(result.new_token_ids) for result in driven.outputs)
+        if keep:
+            tally.expected.append(
+                ExpectedStep(
+                    scheduler_output=driven.output,
+                    sampled_token_ids=driven.sampled,
+                    outputs=driven.outputs,
+                    snapshot=lockstep.after_update,
+                )
+            )
+
+
+def check(case: Case, implementation: SchedulerFactory, tally: Tally) -> None:
+    """Compare one case with the reference.
+
+    Parameters
+    ----------
+    case : Case
+    implementation : SchedulerFactory
+    tally : Tally
+    """
+    compare(case.config, case.workload, ReferenceImplementation(), implementation, tally)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Return cases of this suite."""
+    config, workload = draw(scheduling())
+    return Case(suite="scheduling", config=config, workload=workload)
+
+
+SUITE = Suite(
+    name="scheduling",
+    summary="every decision and every block of the scheduler",
+    needs="make_scheduler",
+    cases=cases,
+    check=check,
+    sizes={"quick": 300, "standard": 3_000, "full": 30_000},
+    must_reach=(
+        "preemptions",
+        "resumes",
+        "prefix_hits",
+        "evictions",
+        "chunks",
+        "padded_admissions",
+        "rejected_drafts",
+        "blocked_heads",
+        "aborts",
+        "pauses",
+        "resets",
+        "stale_outputs",
+        "zeroed_blocks",
+    ),
+)
