@@ -54,6 +54,16 @@ class Quirks:
     finish_in_set_order : bool
         ``finish_requests`` frees a collection of ids in the order of a Python set, not in the
         order given.
+    min_tokens_outlive_model_len : bool
+        A request that cannot reach ``min_tokens`` within ``max_model_len`` never ends and keeps
+        its blocks (#51299).
+    aligned_split_starves : bool
+        With GDN states at block boundaries a prefill gets no token while the budget left is short
+        of a block, however many steps that lasts, and holds up everybody behind it (#45414,
+        #40707).
+    preempted_step_stays_cached : bool
+        A request that is preempted after it was scheduled in the same step leaves the hashes of
+        blocks that nobody will compute.
     gdn_fresh_decode : bool
         A GDN layer takes every leading one-token row for a decode, also one that is still in its
         prompt, so a request's very first chunk can read the state its block held before (#51562).
@@ -63,6 +73,9 @@ class Quirks:
     negative_schedule: bool = False
     padded_admission_cut_late: bool = False
     finish_in_set_order: bool = False
+    min_tokens_outlive_model_len: bool = False
+    aligned_split_starves: bool = False
+    preempted_step_stays_cached: bool = False
     gdn_fresh_decode: bool = False
 
     @classmethod
@@ -73,6 +86,9 @@ class Quirks:
             negative_schedule=True,
             padded_admission_cut_late=True,
             finish_in_set_order=True,
+            min_tokens_outlive_model_len=True,
+            aligned_split_starves=True,
+            preempted_step_stays_cached=True,
             gdn_fresh_decode=True,
         )
 
@@ -285,6 +301,12 @@ class CacheConfig:
             f"None or a divisor of block_size = {self.block_size}",
         )
         require(len(self.groups) > 0, f"{name}.groups", self.groups, "at least one group")
+        require(
+            self.mamba_cache_mode == "align" or not (self.enable_prefix_caching and self.has_gdn),
+            f"{name}.mamba_cache_mode",
+            self.mamba_cache_mode,
+            "'align' if enable_prefix_caching is on and a group is of GDN layers",
+        )
         layers = [i for group in self.groups for i in group.layer_indices]
         require(
             len(layers) == len(set(layers)),
