@@ -31,6 +31,12 @@ from servespec.reference.contracts.errors import (
     UnknownRequestError,
     require,
 )
+from servespec.reference.contracts.graph import (
+    GraphConfig,
+    GraphDispatch,
+    GraphMode,
+    RuntimeGraphMode,
+)
 from servespec.reference.contracts.request import (
     EngineCoreOutput,
     FinishReason,
@@ -65,6 +71,9 @@ __all__ = [
     "EngineCoreOutput",
     "FinishReason",
     "GdnMetadata",
+    "GraphConfig",
+    "GraphDispatch",
+    "GraphMode",
     "KVCacheGroup",
     "LayerType",
     "MambaCacheMode",
@@ -77,6 +86,7 @@ __all__ = [
     "RequestError",
     "RequestStatus",
     "RopeConfig",
+    "RuntimeGraphMode",
     "SamplingParams",
     "SchedulerConfig",
     "SchedulerOutput",

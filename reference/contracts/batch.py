@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from servespec.reference.contracts.graph import GraphDispatch
 from servespec.reference.contracts.scheduling import BlockTable
 
 __all__ = ["AttentionMetadata", "AttentionState", "BatchRecord", "GdnMetadata"]
@@ -99,6 +100,13 @@ class GdnMetadata:
         Positions of the tokens of both kinds in the packed batch.
     num_accepted_tokens : tuple of int or None
         For each row with drafts, tokens the previous step kept; selects the state column.
+    non_spec_num_accepted_tokens : tuple of int or None
+        The same for each row without drafts, None without speculation. Such a row reads its
+        convolution window at that offset and its state from that column, and writes its first
+        column.
+    non_spec_initial_state_indices : tuple of int or None
+        For each row without drafts, the block its state is read from; None without speculation,
+        where it is the one it is written to.
     """
 
     num_prefills: int
@@ -117,6 +125,8 @@ class GdnMetadata:
     spec_token_index: tuple[int, ...] | None = None
     non_spec_token_index: tuple[int, ...] | None = None
     num_accepted_tokens: tuple[int, ...] | None = None
+    non_spec_num_accepted_tokens: tuple[int, ...] | None = None
+    non_spec_initial_state_indices: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +163,11 @@ class BatchRecord:
         One for each GDN group, in group order.
     num_draft_tokens : tuple of int
         For each row, draft tokens among its scheduled ones; empty in a step without drafts.
+    is_prefilling : tuple of bool
+        For each row, whether it had computed fewer tokens than its prompt has.
+    graph : GraphDispatch or None
+        The graph the step runs in; None if the engine knows no graphs. In a full graph the
+        metadata hold dummy rows behind those of the batch; nothing else of the record does.
     """
 
     req_ids: tuple[str, ...]
@@ -170,3 +185,5 @@ class BatchRecord:
     attention: tuple[AttentionMetadata, ...]
     gdn: tuple[GdnMetadata, ...]
     num_draft_tokens: tuple[int, ...] = ()
+    is_prefilling: tuple[bool, ...] = ()
+    graph: GraphDispatch | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from servespec.reference.contracts.errors import ConfigError, require
+from servespec.reference.contracts.graph import GraphConfig
 
 __all__ = [
     "CacheConfig",
@@ -67,6 +68,14 @@ class Quirks:
     gdn_fresh_decode : bool
         A GDN layer takes every leading one-token row for a decode, also one that is still in its
         prompt, so a request's very first chunk can read the state its block held before (#51562).
+    gdn_ignores_accepted : bool
+        A row without drafts starts from its first state column even if the step before accepted
+        drafts and left the state in a later one.
+    gdn_forgets_accepted : bool
+        A request that a step left out is put back with an accepted count of one.
+    gdn_packed_state_index : bool
+        The recurrent form of rows with drafts finds a token's state block at the token's position
+        in the flattened block list, which is right only if every such row has all its drafts.
     """
 
     priority_victim_skips_next: bool = False
@@ -77,6 +86,9 @@ class Quirks:
     aligned_split_starves: bool = False
     preempted_step_stays_cached: bool = False
     gdn_fresh_decode: bool = False
+    gdn_ignores_accepted: bool = False
+    gdn_forgets_accepted: bool = False
+    gdn_packed_state_index: bool = False
 
     @classmethod
     def vllm_0_27_1(cls) -> Quirks:
@@ -90,6 +102,9 @@ class Quirks:
             aligned_split_starves=True,
             preempted_step_stays_cached=True,
             gdn_fresh_decode=True,
+            gdn_ignores_accepted=True,
+            gdn_forgets_accepted=True,
+            gdn_packed_state_index=True,
         )
 
 
@@ -526,12 +541,26 @@ class EngineConfig:
     speculative : SpeculativeConfig or None
     keep_logits : bool
         Whether the record of a step holds the logits of the sampled rows.
+    graph : GraphConfig or None
+        Captured graphs that steps are padded for; None pads nothing.
     """
 
     scheduler: SchedulerConfig
     cache: CacheConfig
     speculative: SpeculativeConfig | None = None
     keep_logits: bool = False
+    graph: GraphConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.graph is not None and self.graph.has_decode_routine and self.speculative:
+            query_len = 1 + self.speculative.num_speculative_tokens
+            require(
+                all(size % query_len == 0 for size in self.graph.capture_sizes),
+                "EngineConfig.graph.capture_sizes",
+                self.graph.capture_sizes,
+                f"multiples of 1 + num_speculative_tokens = {query_len} with mode "
+                f"{self.graph.mode}",
+            )
 
 
 def gdn_groups_first(layer_types: tuple[LayerType, ...]) -> tuple[KVCacheGroup, ...]:
