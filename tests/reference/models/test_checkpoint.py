@@ -216,7 +216,9 @@ CONFIG_FAULTS = {
     "rope_type is 'yarn'": {"rope_parameters": {"rope_type": "yarn"}},
     "mrope_section is 'ab'": {"rope_parameters": {"mrope_section": "ab"}},
     "text_config is 7: must be an object": {"text_config": 7},
-    "tensor 'lm_head.weight' has shape (32, 64): config.json asks for (33, 64)": {"vocab_size": 33},
+    "tensor 'model.embed_tokens.weight' has shape (32, 64): config.json asks for (33, 64)": {
+        "vocab_size": 33
+    },
 }
 
 
