@@ -1,0 +1,227 @@
+"""The gated delta rule over many tokens: chunks of at most 64, solved as small linear systems.
+
+Within a chunk, with ``G_i`` the running sum of ``g`` and ``D_ij = exp(G_i − G_j)`` for ``j <= i``:
+
+    (I + L) U = β V           L_ij = β_i (k_i·k_j) D_ij,  j < i
+    (I + L) W = β exp(G) K
+    V' = U − W Sᵀ             what each token adds, given the state S [dv, dk] before the chunk
+    O  = exp(G) Q Sᵀ + ((Q Kᵀ) ∘ D) V'
+    S ← exp(G_last) S + V'ᵀ (exp(G_last − G) K)
+
+All but the lines with ``S`` is done for many chunks at once; then the chunks of a row follow one
+another while all rows advance side by side. A row of fewer than 64 tokens takes a smaller chunk, a
+power of two that depends on its own length alone. Padding is exact: ``g = β = 0`` adds nothing.
+
+Source: ``torch_chunk_gated_delta_rule`` of transformers' ``modeling_qwen3_5.py``; the derivation is
+Yang et al., "Gated Delta Networks" (arXiv 2412.06464).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+__all__ = ["ChunkPlan", "chunk_gated_delta_rule", "plan_chunks"]
+
+_MAX_CHUNK = 64
+_MIN_CHUNK = 4
+# Chunks times tokens prepared at once: bounds the memory, and keeps it in the cache.
+_MAX_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """Consecutive chunks of some rows.
+
+    `tokens` ``[n, size]``: packed token of each place, padding names the row's last token;
+    `padding` ``[n, size]``: bool; `kept` and `targets`: the places that hold a token, flat, and
+    the tokens they hold; `active`: for each scan step the rows that have a chunk, which are the
+    first ones of the class; their chunks lie side by side in that order.
+    """
+
+    tokens: Tensor
+    padding: Tensor
+    kept: Tensor
+    targets: Tensor
+    active: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Class:
+    """Rows of one chunk size, longest first."""
+
+    rows: Tensor
+    segments: tuple[_Segment, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """How rows are cut into chunks; the same for every layer."""
+
+    classes: tuple[_Class, ...]
+
+
+def plan_chunks(query_start_loc: Tensor) -> ChunkPlan:
+    """Cut packed rows into chunks.
+
+    Parameters
+    ----------
+    query_start_loc : Tensor
+        ``[R + 1]``, cumulative token counts, 0 first.
+
+    Returns
+    -------
+    ChunkPlan
+    """
+    device = query_start_loc.device
+    starts = query_start_loc.cpu().numpy().astype(np.int64)
+    lengths = np.diff(starts)
+    sizes = np.clip(1 << np.ceil(np.log2(lengths)).astype(np.int64), _MIN_CHUNK, _MAX_CHUNK)
+    classes = []
+    for size in np.unique(sizes).tolist():
+        rows = np.flatnonzero(sizes == size)
+        rows = rows[np.argsort(-lengths[rows], kind="stable")]
+        counts = -(-lengths[rows] // size)
+        active = [int((counts > step).sum()) for step in range(int(counts[0]))]
+        classes.append(
+            _Class(
+                rows=torch.from_numpy(rows).to(device),
+                segments=_segments(starts[rows], lengths[rows], size, active, device),
+            )
+        )
+    return ChunkPlan(tuple(classes))
+
+
+def _segments(
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    size: int,
+    active: list[int],
+    device: torch.device,
+) -> tuple[_Segment, ...]:
+    segments = []
+    step = 0
+    while step < len(active):
+        until = step + 1
+        while until < len(active) and sum(active[step : until + 1]) * size <= _MAX_TOKENS:
+            until += 1
+        row = np.concatenate([np.arange(count) for count in active[step:until]])
+        first = np.repeat(np.arange(step, until), active[step:until]) * size
+        place = first[:, None] + np.arange(size)
+        inside = place < lengths[row, None]
+        tokens = starts[row, None] + np.minimum(place, lengths[row, None] - 1)
+        kept = np.flatnonzero(inside)
+        segments.append(
+            _Segment(
+                tokens=torch.from_numpy(tokens).to(device),
+                padding=torch.from_numpy(~inside).to(device),
+                kept=torch.from_numpy(kept).to(device),
+                targets=torch.from_numpy(tokens.reshape(-1)[kept]).to(device),
+                active=tuple(active[step:until]),
+            )
+        )
+        step = until
+    return tuple(segments)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    plan: ChunkPlan,
+) -> Tensor:
+    """Take in all tokens of every row.
+
+    Parameters
+    ----------
+    q, k : Tensor
+        ``[T, Hk, dk]`` float32, packed, l2-normed, `q` scaled by ``dk ** -0.5``.
+    v : Tensor
+        ``[T, Hv, dv]`` float32.
+    g, beta : Tensor
+        ``[T, Hv]`` float32.
+    states : Tensor
+        ``[slots, Hv, dv, dk]`` float32, read and overwritten at `slots`.
+    slots : Tensor
+        ``[R]`` int64, no two alike.
+    plan : ChunkPlan
+
+    Returns
+    -------
+    Tensor
+        ``[T, Hv, dv]`` float32.
+    """
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    for rows in plan.classes:
+        where = slots.index_select(0, rows.rows)
+        state = states.index_select(0, where)
+        for segment in rows.segments:
+            _advance(q, k, v, g, beta, state, segment, out)
+        states.index_copy_(0, where, state)
+    return out
+
+
+def _advance(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    segment: _Segment,
+    out: Tensor,
+) -> None:
+    """Run one segment: `state` ``[rows, Hv, dv, dk]`` and `out` change in place."""
+    chunks, size = segment.tokens.shape
+    tokens = segment.tokens.view(-1)
+    key_heads, value_heads, dv = k.shape[1], v.shape[1], v.shape[2]
+    share = value_heads // key_heads
+
+    def chunked(x: Tensor) -> Tensor:
+        """``[T, h, ...]`` to ``[chunks, h, size, ...]``."""
+        return x.index_select(0, tokens).view(chunks, size, *x.shape[1:]).transpose(1, 2)
+
+    def per_value_head(x: Tensor) -> Tensor:
+        """``[chunks, Hk, ...]`` to ``[chunks, Hk, share, ...]`` without a copy."""
+        return x.unsqueeze(2).expand(-1, -1, share, *x.shape[2:])
+
+    q, k, v = chunked(q).contiguous(), chunked(k).contiguous(), chunked(v)
+    padding = segment.padding.unsqueeze(1)
+    total = chunked(g).masked_fill(padding, 0.0).cumsum(dim=-1)
+    beta = chunked(beta).masked_fill(padding, 0.0).unsqueeze(-1)
+    grown = total.exp().unsqueeze(-1)
+
+    upper = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(upper, -torch.inf).exp_()
+    decay = decay.view(chunks, key_heads, share, size, size)
+    shape = (chunks, value_heads, size, -1)
+    lower = (decay * per_value_head(k @ k.transpose(2, 3))).view(shape).mul_(beta)
+    within = (per_value_head(q @ k.transpose(2, 3)) * decay).view(shape)
+    k = per_value_head(k).reshape(shape)
+    q = per_value_head(q).reshape(shape) * grown
+    right = torch.cat((v * beta, k * (beta * grown)), dim=-1)
+    u, w = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True).split(
+        (dv, k.shape[-1]), dim=-1
+    )
+    k = k * (total[..., -1:] - total).exp().unsqueeze(-1)
+    last = grown[:, :, -1:]
+
+    at = 0
+    for count in segment.active:
+        part = slice(at, at + count)
+        at += count
+        now = state[:count]
+        added = u[part] - w[part] @ now.transpose(2, 3)
+        read = q[part] @ now.transpose(2, 3) + within[part] @ added
+        now.mul_(last[part]).add_(added.transpose(2, 3) @ k[part])
+        u[part] = read
+    flat = u.transpose(1, 2).reshape(chunks * size, value_heads, dv)
+    out.index_copy_(0, segment.targets, flat.index_select(0, segment.kept))
