@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from servespec.conformance.cases.case import Case
 
 __all__ = [
+    "CHECK_FIELD",
     "CaseResult",
     "Check",
     "DivergedError",
@@ -34,9 +35,13 @@ __all__ = [
     "Tally",
     "Verdict",
     "attempt",
+    "directly",
     "failure",
     "run_check",
 ]
+
+CHECK_FIELD = "check"
+"""Field of a divergence that the reference or the check itself is to blame for."""
 
 _LAST_LINES = 6
 
@@ -148,8 +153,16 @@ def attempt(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> 
         name = getattr(function, "__name__", type(function).__name__)
         text = str(error).splitlines()
         what = f"{name} raised {type(error).__name__}" + (f": {text[0]}" if text else "")
-        lines = traceback.format_exc().rstrip().splitlines()
-        raise ImplementationFailed(what, lines[-_LAST_LINES:]) from error
+        raise ImplementationFailed(what, _end_of_traceback()) from error
+
+
+def directly(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Call into the reference, whose errors are no implementation's failure; see `attempt`."""
+    return function(*args, **kwargs)
+
+
+def _end_of_traceback() -> tuple[str, ...]:
+    return tuple(traceback.format_exc().rstrip().splitlines()[-_LAST_LINES:])
 
 
 @dataclass(slots=True)
@@ -267,6 +280,14 @@ def run_check(
     except ImplementationFailed as error:
         last_lines = error.lines
         divergence = failure(error.reason, tally.steps)
+    except Exception as error:  # of the reference or the check itself: no implementation's fault
+        last_lines = _end_of_traceback()
+        divergence = Divergence(
+            field=CHECK_FIELD,
+            expected="a case that the reference can run",
+            got=f"{type(error).__name__}: {error}",
+            step=tally.steps,
+        )
     keep = keep_expected or divergence is not None
     return CaseResult(
         steps=tally.steps,

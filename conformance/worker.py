@@ -7,10 +7,12 @@ lines of JSON: the first line it is sent is empty and answered with `Hello`, eve
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import threading
 import time
+from typing import BinaryIO
 
 import msgspec
 
@@ -81,10 +83,10 @@ def main(name: str, python: str | None = None) -> None:
             check = suite(job.case.suite).check
             result = run_check(check, job.case, implementation, keep_expected=job.keep_expected)
             seconds = time.perf_counter() - start
-            _answer(answers, msgspec.structs.replace(result, seconds=seconds))
+            _answer(answers, dataclasses.replace(result, seconds=seconds))
 
 
-def _answer(file, message):
+def _answer(file: BinaryIO, message: object) -> None:
     file.write(msgspec.json.encode(message) + b"\n")
     file.flush()
 

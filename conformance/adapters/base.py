@@ -76,8 +76,11 @@ class SchedulerUnderTest(Protocol):
 class BatchUnderTest(Protocol):
     """The worker's persistent batch, driven by schedules without a model."""
 
-    def prepare(self, output: SchedulerOutput) -> BatchRecord:
-        """Update the rows, reorder them, and make inputs and metadata of one step."""
+    def prepare(self, output: SchedulerOutput) -> BatchRecord | None:
+        """Update the rows, reorder them, and make inputs and metadata of one step.
+
+        A step without tokens only drops the rows that ended, and gives None.
+        """
 
     def append_sampled(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Take in the tokens that rows of the last step keep."""

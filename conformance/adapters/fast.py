@@ -83,9 +83,11 @@ class FastBatch:
     def __init__(self, batch: InputBatch) -> None:
         self.batch = batch
 
-    def prepare(self, output: SchedulerOutput) -> BatchRecord:
+    def prepare(self, output: SchedulerOutput) -> BatchRecord | None:
         """Make inputs and metadata of one step."""
         self.batch.update_states(output)
+        if not output.num_scheduled_tokens:
+            return None
         self.batch.prepare(output)
         return self.batch.record()
 

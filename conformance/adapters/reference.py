@@ -97,8 +97,11 @@ class ReferenceBatch:
         self.config = config
         self.batch = persistent.empty_batch()
 
-    def prepare(self, output: SchedulerOutput) -> BatchRecord:
+    def prepare(self, output: SchedulerOutput) -> BatchRecord | None:
         """Make inputs and metadata of one step."""
+        if not output.num_scheduled_tokens:
+            self.batch = persistent.update_states(self.batch, output)
+            return None
         self.batch, record = prepare.prepare(self.batch, output, self.config)
         return record
 

@@ -1,0 +1,209 @@
+"""The command ``servespec``.
+
+Exit status: 0 all agreed, 1 a divergence was found, 2 the call or its input was wrong (one line
+that says what, where, and how to mend it).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+
+from servespec.conformance.output import write_atomically
+
+__all__ = ["main"]
+
+_PATH = click.Path(path_type=Path)
+
+
+class _Commands(click.Group):
+    """Turns an error in the input into one line and exit status 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, KeyError, OSError) as error:
+            text = " ".join(str(error).split()) or type(error).__name__
+            click.echo(f"servespec: {text}", err=True)
+            raise SystemExit(2) from error
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="servespec")
+def main() -> None:
+    """Check an LLM server's scheduling and computation against an executable specification."""
+    # Hypothesis keeps notes of its own in the working directory unless told where else to.
+    os.environ.setdefault(
+        "HYPOTHESIS_STORAGE_DIRECTORY", str(Path(tempfile.gettempdir()) / "servespec-hypothesis")
+    )
+
+
+def _implementation_options(command: Any) -> Any:
+    command = click.option(
+        "--python", type=str, help="Interpreter of the environment that vllm lives in."
+    )(command)
+    return click.option(
+        "--time-limit", default=60.0, show_default=True, help="Seconds a case may take."
+    )(command)
+
+
+@main.command()
+@click.option("--suite", "suites", multiple=True, metavar="NAME", help="Run this suite; repeat.")
+@click.option("--impl", default="fast", show_default=True, help="A name, or module:object.")
+@_implementation_options
+@click.option(
+    "--profile",
+    type=click.Choice(["quick", "standard", "full"]),
+    default="quick",
+    show_default=True,
+    help="How many cases.",
+)
+@click.option("--seed", default=0, show_default=True, help="Of the random cases.")
+@click.option("--cases", type=click.IntRange(min=1), help="Cases of each suite.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Processes; one a core if left out.")
+@click.option(
+    "--out",
+    type=_PATH,
+    default=Path("servespec-cases"),
+    show_default=True,
+    help="Folder for failing cases.",
+)
+@click.option("--json", "json_file", type=_PATH, help="Write the report as JSON.")
+@click.option("--junit", "junit_file", type=_PATH, help="Write the report as JUnit XML.")
+def check(
+    suites: tuple[str, ...],
+    impl: str,
+    python: str | None,
+    time_limit: float,
+    profile: Any,
+    seed: int,
+    cases: int | None,
+    jobs: int | None,
+    out: Path,
+    json_file: Path | None,
+    junit_file: Path | None,
+) -> None:
+    """Compare an implementation with the reference on random cases."""
+    from servespec.conformance import session
+    from servespec.conformance.pool import default_jobs
+    from servespec.conformance.report.junit import junit
+    from servespec.conformance.report.terminal import TerminalListener, print_report
+
+    options = session.Options(
+        implementation=impl,
+        python=python,
+        suites=suites,
+        profile=profile,
+        seed=seed,
+        cases=cases,
+        case_folder=out,
+        jobs=jobs or default_jobs(),
+        time_limit=time_limit,
+    )
+    with TerminalListener(Console(stderr=True)) as listener:
+        report = session.run(options, listener)
+    if json_file is not None:
+        encoded = msgspec.json.encode(report, order=None)
+        write_atomically(json_file, msgspec.json.format(encoded, indent=1))
+    if junit_file is not None:
+        write_atomically(junit_file, junit(report))
+    print_report(report, Console())
+    if report.interrupted:
+        raise SystemExit(130)
+    raise SystemExit(0 if report.ok else 1)
+
+
+@main.command()
+@click.argument("case", type=_PATH)
+@click.option("--impl", help="A name, or module:object; the one in the file if left out.")
+@_implementation_options
+def replay(case: Path, impl: str | None, python: str | None, time_limit: float) -> None:
+    """Run the case of a file again."""
+    from servespec.conformance.cases.replay import replay as run_again
+    from servespec.conformance.report.result import Failure
+    from servespec.conformance.report.terminal import failure_text
+
+    seen = run_again(case, impl, python, time_limit=time_limit)
+    console = Console()
+    for note in seen.notes:
+        console.print(note, markup=False, highlight=False)
+    result = seen.result
+    if result.divergence is None:
+        console.print(
+            f"{seen.implementation} agrees: {result.steps} steps, {result.tokens} tokens"
+            + (f", {result.ties} ties" if result.ties else ""),
+            markup=False,
+            highlight=False,
+        )
+        return
+    console.print(failure_text(Failure.of(seen.suite, result, None)))
+    raise SystemExit(1)
+
+
+@main.command()
+@click.argument("case", type=_PATH)
+@click.option("--impl", help="A name, or module:object; the one in the file if left out.")
+@_implementation_options
+@click.option("--seconds", default=60.0, show_default=True, help="Time to spend.")
+@click.option("--out", type=_PATH, help="Where to write; over the case itself if left out.")
+def shrink(
+    case: Path,
+    impl: str | None,
+    python: str | None,
+    time_limit: float,
+    seconds: float,
+    out: Path | None,
+) -> None:
+    """Make the case of a file smaller while it still fails at the same field."""
+    from servespec.conformance.cases.replay import shrink_file
+
+    console = Console(stderr=True)
+    with console.status("shrinking") as status:
+        text = shrink_file(
+            case,
+            out or case,
+            impl,
+            python,
+            time_limit=time_limit,
+            seconds=seconds,
+            progress=lambda tried: status.update(f"shrinking: {tried} tried"),
+        )
+    Console().print(text, markup=False, highlight=False)
+
+
+@main.command()
+def implementations() -> None:
+    """List the implementations known by name."""
+    from servespec.conformance.adapters.loading import BUILT_IN
+
+    for name, what in BUILT_IN.items():
+        click.echo(f"{name:<16}{what}")
+    click.echo(f"{'module:object':<16}your own: any object that offers a factory, see README.md")
+
+
+@main.command()
+@click.option("--model", required=True, help="A checkpoint folder, or tiny.")
+@click.option("--engine", type=click.Choice(["fast", "reference"]), default="fast")
+@click.option("--prompts", type=_PATH, required=True, help="Token ids, a prompt a line.")
+@click.option("--max-tokens", default=16, show_default=True, help="New tokens of a prompt.")
+@click.option("--block-size", default=16, show_default=True, help="Tokens in a cache block.")
+@click.option("--blocks", type=int, help="Blocks in the cache; enough for all if left out.")
+@click.option(
+    "--max-num-batched-tokens", default=2048, show_default=True, help="Most tokens in a step."
+)
+@click.option("--max-num-seqs", default=128, show_default=True, help="Most running requests.")
+@click.option("--max-model-len", type=int, help="Most tokens of a request.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
+@click.option("--seed", default=0, show_default=True, help="Of the tiny model's weights.")
+def generate(model: str, engine: Any, prompts: Path, **options: Any) -> None:
+    """Print the new tokens of each prompt, a JSON list a line."""
+    from servespec.conformance.generate import generate as run_engine
+
+    for tokens in run_engine(model, engine, prompts, **options):
+        click.echo(msgspec.json.encode(tokens).decode())

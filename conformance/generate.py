@@ -1,0 +1,150 @@
+"""Token ids in, token ids out: `servespec generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from servespec.conformance.adapters.base import Weights
+from servespec.reference.contracts import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Request,
+    SamplingParams,
+    SchedulerConfig,
+    gdn_groups_first,
+)
+
+__all__ = ["PromptError", "generate", "read_prompts"]
+
+MAX_FILE_BYTES = 64 * 2**20
+
+
+class PromptError(ValueError):
+    """A file of prompts cannot be used; the text names the file, the line and why."""
+
+
+def read_prompts(path: Path) -> list[tuple[int, ...]]:
+    """Read prompts, one a line: a JSON list of token ids, or ids between blanks or commas.
+
+    Parameters
+    ----------
+    path : Path
+
+    Returns
+    -------
+    list of tuple of int
+
+    Raises
+    ------
+    PromptError
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise PromptError(f"prompts {path}: {error.strerror or error}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise PromptError(f"prompts {path}: longer than {MAX_FILE_BYTES} bytes")
+    prompts = []
+    for number, line in enumerate(data.splitlines(), 1):
+        text = line.strip()
+        if not text.startswith(b"["):
+            text = b"[" + b",".join(text.replace(b",", b" ").split()) + b"]"
+        try:
+            prompt = msgspec.json.decode(text, type=tuple[int, ...])
+            Request(request_id=str(number), prompt_token_ids=prompt)
+        except ValueError as error:
+            raise PromptError(f"prompts {path}, line {number}: {error}") from error
+        prompts.append(prompt)
+    if not prompts:
+        raise PromptError(f"prompts {path}: no prompt")
+    return prompts
+
+
+def generate(
+    model: str,
+    engine: Literal["fast", "reference"],
+    prompts: Path,
+    *,
+    max_tokens: int,
+    block_size: int,
+    blocks: int | None,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    dtype: str,
+    seed: int,
+) -> Sequence[Sequence[int]]:
+    """Serve prompts greedily.
+
+    Parameters
+    ----------
+    model : str
+        A checkpoint folder, or ``tiny`` for the embedded model.
+    engine : {"fast", "reference"}
+    prompts : Path
+        As for `read_prompts`.
+    max_tokens : int
+        New tokens of each prompt.
+    block_size, max_num_batched_tokens, max_num_seqs : int
+        As in `CacheConfig` and `SchedulerConfig`.
+    blocks : int or None
+        Blocks in the pool; None makes it large enough for the prompts that run together.
+    max_model_len : int or None
+        Most tokens of a request; None makes it long enough.
+    dtype : {"float32", "bfloat16"}
+        Of the fast engine.
+    seed : int
+        Of the embedded model's weights.
+
+    Returns
+    -------
+    sequence of sequence of int
+        New tokens of each prompt.
+
+    Raises
+    ------
+    ValueError
+        If the model, the prompts or the limits are out of range.
+    """
+    token_ids = read_prompts(prompts)
+    config, weights = _load(model, seed)
+    longest = max_model_len or max(map(len, token_ids)) + max_tokens
+    groups = gdn_groups_first(config.layer_types)
+    together = min(max_num_seqs, len(token_ids))
+    cache = CacheConfig(
+        num_gpu_blocks=blocks or 1 + together * len(groups) * -(-longest // max(1, block_size)),
+        block_size=block_size,
+        groups=groups,
+    )
+    scheduler = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=longest,
+    )
+    engine_config = EngineConfig(scheduler=scheduler, cache=cache)
+    sampling = SamplingParams(max_tokens=max_tokens)
+    if engine == "reference":
+        from servespec.reference.engine import generate as run_reference
+        from servespec.reference.models.qwen3_5 import from_weights
+
+        return run_reference(from_weights(config, weights), engine_config, token_ids, sampling)
+    from servespec.fast.engine import Engine
+
+    return Engine(config, weights, engine_config, dtype).generate(token_ids, sampling)
+
+
+def _load(model: str, seed: int) -> tuple[ModelConfig, Weights]:
+    if model == "tiny":
+        from servespec.reference.models import tiny
+
+        config = tiny.config()
+        return config, tiny.weights(config, seed)
+    from servespec.reference.models import checkpoint
+
+    return checkpoint.load(Path(model))

@@ -1,0 +1,271 @@
+"""Running suites: draw cases, hand them to workers, keep what fails, go on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from servespec.conformance.adapters.loading import LoadingError
+from servespec.conformance.cases import files
+from servespec.conformance.cases.case import SPEC_VERSION, Case, CaseFile
+from servespec.conformance.cases.shrink import shrink
+from servespec.conformance.checks.registry import SUITES, suite
+from servespec.conformance.checks.suite import Profile, Suite
+from servespec.conformance.pool import WorkerPool, default_jobs
+from servespec.conformance.report.result import Failure, Report, SuiteReport, machine
+from servespec.conformance.verdicts import CaseResult
+
+__all__ = ["Listener", "Options", "draw_cases", "run"]
+
+MAX_FAILURES = 3
+"""Failing cases after which a suite ends: more would seldom tell more."""
+
+MAX_TIES = 1e-4
+"""Largest share of float32 tokens that may tie. A tie needs a margin below the rounding error,
+some 1e-6 of the spread of the logits, so even this many point at lost precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to run.
+
+    Attributes
+    ----------
+    implementation : str
+    python : str or None
+        As for `WorkerPool`.
+    suites : sequence of str
+        None of them means all that the implementation can run.
+    profile : {"quick", "standard", "full"}
+    seed : int
+    cases : int or None
+        Cases of each suite; None leaves it to the profile.
+    case_folder : Path
+        Where failing cases are written.
+    jobs : int
+    time_limit : float
+        Seconds a case may take.
+    shrink_seconds : float
+        Time to spend on the first failure of a suite; others get a quarter.
+    """
+
+    implementation: str = "fast"
+    python: str | None = None
+    suites: Sequence[str] = ()
+    profile: Profile = "quick"
+    seed: int = 0
+    cases: int | None = None
+    case_folder: Path = Path("servespec-cases")
+    jobs: int = default_jobs()
+    time_limit: float = 60.0
+    shrink_seconds: float = 20.0
+
+
+class Listener(Protocol):
+    """Told how a run goes on."""
+
+    def suite_started(self, suite: Suite, cases: int) -> None:
+        """Tell that a suite starts."""
+
+    def case_done(self, report: SuiteReport) -> None:
+        """Tell that a case ended; `report` holds the sums so far."""
+
+    def shrinking(self, tried: int) -> None:
+        """Tell that a failing case is being made smaller."""
+
+    def failed(self, failure: Failure) -> None:
+        """Tell of a failure."""
+
+    def suite_done(self, report: SuiteReport) -> None:
+        """Tell that a suite ended."""
+
+
+def draw_cases(
+    strategy: st.SearchStrategy[Case], count: int, seed_value: int, take: Callable[[Case], bool]
+) -> None:
+    """Draw cases from a strategy, the same ones for the same seed.
+
+    Parameters
+    ----------
+    strategy : SearchStrategy
+    count : int
+    seed_value : int
+    take : callable
+        Given each case; returns False to end early.
+    """
+
+    class Enough(BaseException):
+        """Not an `Exception`, which Hypothesis would take for a failing example."""
+
+    @seed(seed_value)
+    @settings(
+        max_examples=count,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate,),
+        suppress_health_check=tuple(HealthCheck),
+    )
+    @given(strategy)
+    def draw(case: Case) -> None:
+        if not take(case):
+            raise Enough
+
+    with contextlib.suppress(Enough):
+        draw()
+
+
+def run(options: Options, listener: Listener) -> Report:
+    """Run suites against an implementation.
+
+    Parameters
+    ----------
+    options : Options
+    listener : Listener
+
+    Returns
+    -------
+    Report
+        Also after an interrupt from the keyboard, with what was found until then.
+
+    Raises
+    ------
+    ValueError
+        If a suite or the implementation is unknown, or it lacks what a suite asked for needs.
+    """
+    chosen = [suite(name) for name in options.suites or SUITES]
+    report = Report(
+        spec_version=SPEC_VERSION,
+        implementation=options.implementation,
+        profile=options.profile,
+        seed=options.seed,
+        machine=machine(),
+    )
+    with WorkerPool(
+        options.implementation, options.python, jobs=options.jobs, time_limit=options.time_limit
+    ) as pool:
+        runnable = [s for s in chosen if s.needs in pool.hello.offers]
+        for left_out in chosen:
+            if left_out not in runnable:
+                report.skipped[left_out.name] = f"no {left_out.needs}"
+        if not runnable or (options.suites and report.skipped):
+            missing = "; ".join(f"{name}: {why}" for name, why in report.skipped.items())
+            raise LoadingError(
+                f"implementation {options.implementation!r} cannot run suite {missing}"
+            )
+        try:
+            for one in runnable:
+                _run_suite(one, options, pool, listener, report)
+        except KeyboardInterrupt:
+            report.interrupted = True
+    report.ok = not report.failures and not report.interrupted
+    return report
+
+
+def _run_suite(
+    suite: Suite, options: Options, pool: WorkerPool, listener: Listener, report: Report
+) -> None:
+    count = options.cases or suite.sizes[options.profile]
+    start = time.monotonic()
+    sums = SuiteReport(name=suite.name)
+    report.suites.append(sums)
+    listener.suite_started(suite, count)
+    pending: deque[tuple[Case, Future[CaseResult]]] = deque()
+    failures = 0
+
+    def fail(failure: Failure) -> None:
+        report.failures.append(failure)
+        listener.failed(failure)
+
+    def finish_oldest() -> None:
+        nonlocal failures
+        case, future = pending.popleft()
+        result = future.result()
+        sums.seconds = time.monotonic() - start
+        if failures == MAX_FAILURES:
+            return
+        sums.add(result)
+        listener.case_done(sums)
+        if result.divergence is not None:
+            failures += 1
+            seconds = options.shrink_seconds / (1 if failures == 1 else 4)
+            fail(_keep(case, result, seconds, options, pool, listener))
+
+    def take(case: Case) -> bool:
+        pending.append((case, pool.submit(case)))
+        # Results are taken in the order of the cases, so that a run does not depend on timing.
+        while len(pending) > 2 * options.jobs:
+            finish_oldest()
+        return failures < MAX_FAILURES
+
+    try:
+        draw_cases(suite.cases(), count, options.seed + zlib.crc32(suite.name.encode()), take)
+        while pending:
+            finish_oldest()
+    finally:
+        sums.seconds = time.monotonic() - start
+        listener.suite_done(sums)
+    if failures == 0:
+        for failure in _shortcomings(suite, sums, count):
+            fail(failure)
+
+
+def _keep(
+    case: Case,
+    result: CaseResult,
+    seconds: float,
+    options: Options,
+    pool: WorkerPool,
+    listener: Listener,
+) -> Failure:
+    """Write a failing case, make it smaller, and write it again."""
+    assert result.divergence is not None
+    folder = options.case_folder
+    number = sum(1 for _ in folder.glob(f"{case.suite}-*.json")) if folder.is_dir() else 0
+    path = folder / f"{case.suite}-{number:03}.json"
+    _write(path, case, result, options)
+    if seconds > 0:
+        small = shrink(case, result, pool.run, seconds=seconds, progress=listener.shrinking)
+        case, result = small.case, small.result
+        _write(path, case, result, options)
+    return Failure.of(case.suite, result, str(path))
+
+
+def _write(path: Path, case: Case, result: CaseResult, options: Options) -> None:
+    files.write(
+        path,
+        CaseFile(
+            spec_version=SPEC_VERSION,
+            implementation=options.implementation,
+            case=case,
+            divergence=result.divergence,
+            last_lines=result.last_lines,
+            expected=result.expected,
+        ),
+    )
+
+
+def _shortcomings(suite: Suite, sums: SuiteReport, count: int) -> list[Failure]:
+    """Return what is wrong with a run in which no case failed."""
+    found = []
+    if sums.ties > MAX_TIES * sums.tokens:
+        found.append(("ties", f"at most {MAX_TIES * sums.tokens:.0f}", str(sums.ties)))
+    if count >= suite.sizes["quick"]:
+        found += [
+            (f"counts.{name}", "at least 1", "0")
+            for name in suite.must_reach
+            if not sums.counts[name]
+        ]
+    return [
+        Failure(suite=suite.name, verdict="diverged", field=field, expected=expected, got=got)
+        for field, expected, got in found
+    ]
