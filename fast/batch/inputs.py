@@ -47,6 +47,10 @@ class GdnInputs:
         ``[R]`` bool for every row, decodes and rows with drafts too: whether the state was
         written by an earlier step of the same request. Where it is False the row starts from
         zeros, whatever its block holds.
+    previous_state_indices : torch.Tensor or None
+        In mode ``align``, ``[R]`` int32: the block in which earlier steps left each row's state,
+        which moves to `state_indices` before the step runs. Without meaning where
+        `has_initial_state` is False. None in mode ``none``, in which states stay where they are.
     num_decodes, num_prefills, num_decode_tokens, num_prefill_tokens : int
         Decodes are the leading rows; there are none if any row carries drafts.
     num_spec_decodes, num_spec_decode_tokens : int
@@ -69,6 +73,7 @@ class GdnInputs:
     num_prefills: int
     num_decode_tokens: int
     num_prefill_tokens: int
+    previous_state_indices: Tensor | None = None
     num_spec_decodes: int = 0
     num_spec_decode_tokens: int = 0
     spec_sequence_masks: Tensor | None = None

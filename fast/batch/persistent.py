@@ -280,7 +280,7 @@ class InputBatch:
         _put(buffers.has_initial_state, computed > 0)
         for index, group in enumerate(self._config.cache.groups):
             if group.layer_type == "linear_attention":
-                step.gdn.append(self._gdn_inputs(index, slots, seq_lens, layout))
+                step.gdn.append(self._gdn_inputs(index, slots, computed, seq_lens, layout))
                 continue
             table = store.tables[index]
             mapping = buffers.slot_mappings[index].reserve(num_tokens)
@@ -357,11 +357,19 @@ class InputBatch:
         return buffer.publish(len(slots), width)
 
     def _gdn_inputs(
-        self, index: int, slots: IntArray, seq_lens: IntArray, layout: GdnLayout
+        self,
+        index: int,
+        slots: IntArray,
+        computed: IntArray,
+        seq_lens: IntArray,
+        layout: GdnLayout,
     ) -> GdnInputs:
         buffers, table = self._buffers, self._store.tables[index]
+        previous = None
         if self._config.cache.mamba_cache_mode == "align":
             starts = (seq_lens - 1) // table.block_size
+            before = np.maximum(computed - 1, 0) // table.block_size
+            previous = self._tensor(table.columns(slots, before, 1)[:, 0])
         else:
             starts = np.zeros_like(seq_lens)
         columns = table.columns(slots, starts, 1 + self._num_spec)
@@ -374,6 +382,7 @@ class InputBatch:
             num_prefills=layout.num_prefills,
             num_decode_tokens=layout.num_decode_tokens,
             num_prefill_tokens=layout.num_prefill_tokens,
+            previous_state_indices=previous,
             num_spec_decodes=layout.num_spec_decodes,
             num_spec_decode_tokens=layout.num_spec_decode_tokens,
         )
