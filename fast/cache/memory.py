@@ -288,6 +288,20 @@ class CacheMemory:
             self._gdn[layer].ssm.index_fill_(0, slots, 0.0)
             self._gdn[layer].conv.index_fill_(0, slots, 0.0)
 
+    def move_states(self, layers: Sequence[int], source: Tensor, destination: Tensor) -> None:
+        """Copy states between slots; the source keeps its own, for others to find.
+
+        Parameters
+        ----------
+        layers : sequence of int
+            GDN layers.
+        source, destination : Tensor
+            ``[n]`` int64; no destination is also a source or named twice.
+        """
+        for layer in layers:
+            for states in (self._gdn[layer].ssm, self._gdn[layer].conv):
+                states.index_copy_(0, destination, states.index_select(0, source))
+
     def _kv_views(self, pages: Tensor) -> PagedKV:
         heads, dim = self.model.num_key_value_heads, self.model.head_dim
         elements = self.block_size * heads * dim

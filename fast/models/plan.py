@@ -66,13 +66,14 @@ class StepPlan:
 
 
 def plan_step(inputs: StepInputs, memory: CacheMemory, cos_sin: Tensor) -> StepPlan:
-    """Make the plans of all groups, and clear the states of rows that start.
+    """Make the plans of all groups, and place the states that rows start from.
 
     Parameters
     ----------
     inputs : StepInputs
     memory : CacheMemory
-        State slots of rows without an initial state become zero.
+        Slots of rows without an initial state become zero; in mode ``align`` states move on to
+        the block that the step ends in.
     cos_sin : Tensor
         The rotary table.
 
@@ -84,11 +85,22 @@ def plan_step(inputs: StepInputs, memory: CacheMemory, cos_sin: Tensor) -> StepP
     for layers, attention in zip(memory.attention_layers, inputs.attention, strict=True):
         plan.attention.update(dict.fromkeys(layers, _attention(inputs, attention, memory, layers)))
     for layers, gdn in zip(memory.gdn_layers, inputs.gdn, strict=True):
-        fresh = gdn.state_indices[~gdn.has_initial_state].long()
-        if len(fresh):
-            memory.clear_states(layers, fresh)
+        _place_states(gdn, memory, layers)
         plan.gdn.update(dict.fromkeys(layers, _gdn(inputs, gdn, memory)))
     return plan
+
+
+def _place_states(group: GdnInputs, memory: CacheMemory, layers: tuple[int, ...]) -> None:
+    """Bring the states that rows start from into the slots that the step works on."""
+    current, started = group.state_indices, group.has_initial_state
+    fresh = current[~started].long()
+    if len(fresh):
+        memory.clear_states(layers, fresh)
+    if group.previous_state_indices is not None:
+        moved = started & (group.previous_state_indices != current)
+        if bool(moved.any()):
+            source = group.previous_state_indices[moved].long()
+            memory.move_states(layers, source, current[moved].long())
 
 
 def _attention(
