@@ -74,6 +74,8 @@ def main(name: str, python: str | None = None) -> None:
             hello = Hello(str(getattr(implementation, "name", name)), offers(implementation))
         except LoadingError as error:
             hello = Hello(error=str(error))
+        except Exception as error:  # a built-in one that lacks a dependency
+            hello = Hello(error=f"cannot load {name!r}: {type(error).__name__}: {error}")
         _answer(answers, hello)
         if hello.error is not None:
             return

@@ -85,8 +85,8 @@ class FastBatch:
 
     def prepare(self, output: SchedulerOutput) -> BatchRecord | None:
         """Make inputs and metadata of one step."""
-        self.batch.update_states(output)
         if not output.num_scheduled_tokens:
+            self.batch.update_states(output)
             return None
         self.batch.prepare(output)
         return self.batch.record()
