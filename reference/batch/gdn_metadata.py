@@ -20,9 +20,10 @@ counterpart in vllm-ascend.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from servespec.reference.batch.metadata import cumulative, split_decodes_and_prefills
-from servespec.reference.contracts import GdnMetadata
+from servespec.reference.contracts import GdnMetadata, Quirks
 
 __all__ = ["decode_draft_counts", "gdn_metadata"]
 
@@ -55,9 +56,12 @@ def gdn_metadata(
     state_blocks: Sequence[Sequence[int]],
     decode_drafts: Sequence[int] | None = None,
     num_accepted: Sequence[int] | None = None,
-    fresh_decode: bool = False,
+    quirks: Quirks | None = None,
 ) -> GdnMetadata:
     """Build the metadata of one GDN group.
+
+    A dummy row of a padded step is a row of no tokens and null blocks: query, sequence and prompt
+    lengths 0, drafts -1, accepted 1.
 
     Parameters
     ----------
@@ -68,9 +72,9 @@ def gdn_metadata(
     decode_drafts : sequence of int or None
         `decode_draft_counts`; None if no row of the step has drafts.
     num_accepted : sequence of int or None
-        Tokens the previous step sampled for each row.
-    fresh_decode : bool
-        The quirk `gdn_fresh_decode`.
+        Tokens the previous step sampled for each row; None without speculation.
+    quirks : Quirks or None
+        None means none of them.
 
     Returns
     -------
@@ -79,8 +83,23 @@ def gdn_metadata(
     if decode_drafts is not None and any(drafts > 0 for drafts in decode_drafts):
         if num_accepted is None:
             raise ValueError("num_accepted is None: rows with drafts need their accepted counts")
-        return _with_drafts(query_lens, seq_lens, state_blocks, decode_drafts, num_accepted)
+        metadata = _with_drafts(query_lens, seq_lens, state_blocks, decode_drafts, num_accepted)
+    else:
+        fresh_decode = quirks is not None and quirks.gdn_fresh_decode
+        metadata = _without_drafts(query_lens, seq_lens, prompt_lens, state_blocks, fresh_decode)
+    if num_accepted is None or (quirks is not None and quirks.gdn_ignores_accepted):
+        return metadata
+    return _with_initial_columns(metadata, state_blocks, num_accepted)
 
+
+def _without_drafts(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    prompt_lens: Sequence[int],
+    state_blocks: Sequence[Sequence[int]],
+    fresh_decode: bool,
+) -> GdnMetadata:
+    """Build the metadata of a batch without drafts."""
     context = tuple(seq - query for seq, query in zip(seq_lens, query_lens, strict=True))
     split = split_decodes_and_prefills(
         query_lens,
@@ -109,33 +128,57 @@ def _with_drafts(
     decode_drafts: Sequence[int],
     num_accepted: Sequence[int],
 ) -> GdnMetadata:
-    """Build the metadata of a batch in which some row verifies drafts."""
+    """Build the metadata of a batch in which some row verifies drafts.
+
+    If nothing but such rows has tokens, dummy rows stay at the end of their arrays: a full graph
+    was captured for them too.
+    """
     mask = tuple(drafts >= 0 for drafts in decode_drafts)
     spec = [row for row, is_spec in enumerate(mask) if is_spec]
     rest = [row for row, is_spec in enumerate(mask) if not is_spec]
     starts = cumulative(query_lens)
-    spec_lens = [query_lens[row] for row in spec]
     rest_lens = [query_lens[row] for row in rest]
-    # Dummy rows of a padded batch have no token and count as nothing.
     num_prefills = sum(1 for length in rest_lens if length > 0)
     has_rest = num_prefills > 0
+    listed = spec if has_rest else [*spec, *rest]
     return GdnMetadata(
         num_prefills=num_prefills,
         num_prefill_tokens=sum(rest_lens),
         num_decodes=0,
         num_decode_tokens=0,
         num_spec_decodes=len(spec),
-        num_spec_decode_tokens=sum(spec_lens),
+        num_spec_decode_tokens=sum(query_lens[row] for row in spec),
         num_actual_tokens=sum(query_lens),
         has_initial_state=(
             tuple(seq_lens[row] > query_lens[row] for row in rest) if has_rest else None
         ),
-        spec_query_start_loc=cumulative(spec_lens),
+        spec_query_start_loc=cumulative([query_lens[row] for row in listed]),
         non_spec_query_start_loc=cumulative(rest_lens) if has_rest else None,
-        spec_state_indices=tuple(tuple(state_blocks[row]) for row in spec),
+        spec_state_indices=tuple(tuple(state_blocks[row]) for row in listed),
         non_spec_state_indices=(tuple(state_blocks[row][0] for row in rest) if has_rest else None),
         spec_sequence_masks=mask,
         spec_token_index=tuple(t for row in spec for t in range(starts[row], starts[row + 1])),
         non_spec_token_index=tuple(t for row in rest for t in range(starts[row], starts[row + 1])),
-        num_accepted_tokens=tuple(num_accepted[row] for row in spec),
+        num_accepted_tokens=tuple(num_accepted[row] for row in listed),
+    )
+
+
+def _with_initial_columns(
+    metadata: GdnMetadata, state_blocks: Sequence[Sequence[int]], num_accepted: Sequence[int]
+) -> GdnMetadata:
+    """Say where rows without drafts find the state that a step with drafts left.
+
+    Verification writes the state after its token t to column t and keeps them all, so what counts
+    afterwards is column ``accepted - 1``, whether or not the next step has drafts.
+    """
+    if metadata.non_spec_state_indices is None:
+        return metadata
+    mask = metadata.spec_sequence_masks or (False,) * len(state_blocks)
+    rest = [row for row, is_spec in enumerate(mask) if not is_spec]
+    return replace(
+        metadata,
+        non_spec_num_accepted_tokens=tuple(num_accepted[row] for row in rest),
+        non_spec_initial_state_indices=tuple(
+            state_blocks[row][num_accepted[row] - 1] for row in rest
+        ),
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from servespec.reference.contracts import AttentionMetadata, AttentionState
 
@@ -82,20 +82,28 @@ def split_decodes_and_prefills(
 
 
 def attention_metadata(
-    query_lens: Sequence[int],
+    query_start_loc: Sequence[int],
     seq_lens: Sequence[int],
     block_tables: Sequence[Sequence[int]],
     slot_mapping: Sequence[int],
     num_spec: int,
     attn_state: AttentionState,
-    num_actual_tokens: int | None = None,
+    padded_query_start_loc: Sequence[int] | None = None,
+    max_num_seqs: int | None = None,
 ) -> AttentionMetadata:
     """Build the metadata of one full-attention group.
 
+    Dummy rows of a padded step count as decodes if there is no prefill, else as prefills. Their
+    tables are null blocks. Their sequence lengths are the zeros behind the live rows of a buffer
+    of `max_num_seqs` entries; a dummy that the buffer has no room for gets 1. Nothing of a dummy
+    row is kept: its tokens lie behind `num_actual_tokens`.
+
     Parameters
     ----------
-    query_lens, seq_lens : sequence of int
-        For each row, dummy rows included.
+    query_start_loc : sequence of int
+        R + 1 cumulative token counts.
+    seq_lens : sequence of int
+        R values.
     block_tables : sequence of sequence of int
         Kernel blocks of each row, all rows of one width.
     slot_mapping : sequence of int
@@ -104,26 +112,32 @@ def attention_metadata(
         Most drafts of a row; a decode has up to one token more.
     attn_state : AttentionState
         The stored label.
-    num_actual_tokens : int or None
-        Tokens without padding; None means those of all rows.
+    padded_query_start_loc : sequence of int or None
+        The same counts with dummy rows (`padding.pad_query_start_loc`).
+    max_num_seqs : int or None
+        Most rows of a step; needed with dummy rows.
 
     Returns
     -------
     AttentionMetadata
     """
-    split = split_decodes_and_prefills(query_lens, (False,) * len(query_lens), 1 + num_spec)
-    query_start_loc = cumulative(query_lens)
-    tokens = query_start_loc[-1] if num_actual_tokens is None else num_actual_tokens
+    num_tokens, num_reqs = query_start_loc[-1], len(seq_lens)
+    query_lens = [end - start for start, end in pairwise(query_start_loc)]
+    split = split_decodes_and_prefills(query_lens, (False,) * num_reqs, 1 + num_spec)
+    padded = tuple(query_start_loc if padded_query_start_loc is None else padded_query_start_loc)
+    rows = range(num_reqs, len(padded) - 1)
+    room = num_reqs if max_num_seqs is None else max_num_seqs
+    width = len(block_tables[0]) if block_tables else 0
     return AttentionMetadata(
-        num_actual_tokens=tokens,
-        num_decodes=split.num_decodes,
-        num_prefills=split.num_prefills,
-        num_decode_tokens=tokens if split.num_prefills == 0 else split.num_decode_tokens,
-        query_start_loc=query_start_loc,
-        actual_seq_lengths_q=query_start_loc[1:],
-        seq_lens=tuple(seq_lens),
+        num_actual_tokens=num_tokens,
+        num_decodes=split.num_decodes + (0 if split.num_prefills else len(rows)),
+        num_prefills=split.num_prefills + (len(rows) if split.num_prefills else 0),
+        num_decode_tokens=split.num_decode_tokens,
+        query_start_loc=padded,
+        actual_seq_lengths_q=padded[1:],
+        seq_lens=(*seq_lens, *(0 if row < room else 1 for row in rows)),
         max_query_len=max(query_lens, default=0),
-        block_tables=tuple(tuple(row) for row in block_tables),
-        slot_mapping=tuple(slot_mapping[:tokens]),
+        block_tables=(*(tuple(row) for row in block_tables), *((0,) * width for _ in rows)),
+        slot_mapping=tuple(slot_mapping[:num_tokens]),
         attn_state=attn_state,
     )

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from servespec.reference.batch.state_moves import Boundary, boundary_crossed
 from servespec.reference.contracts import (
     BlockTable,
     NewRequestData,
@@ -28,6 +29,7 @@ __all__ = [
     "condense",
     "empty_batch",
     "place",
+    "state_boundary",
     "update_states",
 ]
 
@@ -54,6 +56,9 @@ class RequestState:
     num_accepted_tokens : int
         Tokens that the latest step sampled for the request: one, and one more for each accepted
         draft. Its state after the step sits that many positions into the step.
+    last_seq_len : int
+        Tokens computed after the latest step the request was in, drafts included; 0 for a request
+        that is new or back from preemption. Aligned states are found by it.
     """
 
     req_id: str
@@ -63,6 +68,7 @@ class RequestState:
     block_ids: BlockTable
     num_computed_tokens: int
     num_accepted_tokens: int = 1
+    last_seq_len: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -82,11 +88,14 @@ class InputBatch:
         Also of requests without a row: preempted ones and those a step left out.
     added : frozenset of str
         Rows that the latest update put in.
+    state_block_size : int or None
+        Tokens of a GDN state block where states are aligned; noted by `prepare`.
     """
 
     req_ids: tuple[str, ...] = ()
     requests: Mapping[str, RequestState] = field(default_factory=lambda: MappingProxyType({}))
     added: frozenset[str] = frozenset()
+    state_block_size: int | None = None
 
     @property
     def rows(self) -> tuple[RequestState, ...]:
@@ -190,6 +199,7 @@ def update_states(batch: InputBatch, output: SchedulerOutput) -> InputBatch:
         req_ids=condense(rows),
         requests=MappingProxyType(requests),
         added=frozenset(entering),
+        state_block_size=batch.state_block_size,
     )
 
 
@@ -229,6 +239,7 @@ def _next_state(
         block_ids=block_ids,
         num_computed_tokens=cached.num_computed_tokens[index],
         num_accepted_tokens=1 if resumed else state.num_accepted_tokens,
+        last_seq_len=0 if resumed else state.last_seq_len,
     )
 
 
@@ -249,9 +260,34 @@ def append_sampled(batch: InputBatch, sampled: Mapping[str, tuple[int, ...]]) ->
     requests = dict(batch.requests)
     for state in batch.rows:
         tokens = tuple(sampled.get(state.req_id, ()))
+        num_accepted = max(1, len(tokens))
+        crossed = state_boundary(state, num_accepted, batch.state_block_size)
+        if crossed is not None and crossed[0] == crossed[1]:
+            num_accepted = 1
         requests[state.req_id] = replace(
-            state,
-            token_ids=state.token_ids + tokens,
-            num_accepted_tokens=max(1, len(tokens)),
+            state, token_ids=state.token_ids + tokens, num_accepted_tokens=num_accepted
         )
     return replace(batch, requests=MappingProxyType(requests))
+
+
+def state_boundary(
+    state: RequestState, num_accepted: int, state_block_size: int | None
+) -> Boundary | None:
+    """Return the boundary that the latest step of a request crossed (`boundary_crossed`).
+
+    Parameters
+    ----------
+    state : RequestState
+    num_accepted : int
+        Tokens the step sampled.
+    state_block_size : int or None
+        None where states are not aligned.
+
+    Returns
+    -------
+    (int, int, int) or None
+    """
+    if state_block_size is None:
+        return None
+    num_drafts = len(state.draft_token_ids)
+    return boundary_crossed(state.last_seq_len, num_drafts, num_accepted, state_block_size)

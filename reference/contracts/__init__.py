@@ -5,6 +5,7 @@ from servespec.reference.contracts.batch import (
     AttentionState,
     BatchRecord,
     GdnMetadata,
+    StateMove,
 )
 from servespec.reference.contracts.config import (
     CacheConfig,
@@ -94,6 +95,7 @@ __all__ = [
     "SchedulingPolicy",
     "SpeculativeConfig",
     "SpeculativeMethod",
+    "StateMove",
     "StepRecord",
     "UnknownRequestError",
     "gdn_groups_first",

@@ -16,7 +16,7 @@ from enum import Enum
 from servespec.reference.contracts.graph import GraphDispatch
 from servespec.reference.contracts.scheduling import BlockTable
 
-__all__ = ["AttentionMetadata", "AttentionState", "BatchRecord", "GdnMetadata"]
+__all__ = ["AttentionMetadata", "AttentionState", "BatchRecord", "GdnMetadata", "StateMove"]
 
 
 class AttentionState(Enum):
@@ -130,6 +130,28 @@ class GdnMetadata:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StateMove:
+    """Copy the state of one request to another block, in every layer of a GDN group.
+
+    Attributes
+    ----------
+    req_id : str
+    ssm_src_block_id : int
+        Block whose recurrent state is copied.
+    conv_src_block_id, conv_offset : int
+        Block whose convolution window is copied, and the position of the window in it.
+    dst_block_id : int
+        Block that both go to, the window to position 0.
+    """
+
+    req_id: str
+    ssm_src_block_id: int
+    conv_src_block_id: int
+    conv_offset: int
+    dst_block_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
     """One step as the worker sees it; R rows, T tokens.
 
@@ -168,6 +190,8 @@ class BatchRecord:
     graph : GraphDispatch or None
         The graph the step runs in; None if the engine knows no graphs. In a full graph the
         metadata hold dummy rows behind those of the batch; nothing else of the record does.
+    state_moves : tuple of tuple of StateMove
+        For each GDN group, the moves to make before the step runs; empty without aligned states.
     """
 
     req_ids: tuple[str, ...]
@@ -187,3 +211,4 @@ class BatchRecord:
     num_draft_tokens: tuple[int, ...] = ()
     is_prefilling: tuple[bool, ...] = ()
     graph: GraphDispatch | None = None
+    state_moves: tuple[tuple[StateMove, ...], ...] = ()

@@ -1,11 +1,17 @@
 """The reference against recorded outputs of the pinned vllm-ascend code."""
 
+from collections import Counter
 from dataclasses import fields
 
 from servespec.reference.batch.attention_state import classify
 from servespec.reference.batch.block_tables import kernel_blocks, slot
 from servespec.reference.batch.gdn_metadata import gdn_metadata
-from servespec.reference.batch.metadata import attention_metadata, split_decodes_and_prefills
+from servespec.reference.batch.metadata import (
+    attention_metadata,
+    cumulative,
+    split_decodes_and_prefills,
+)
+from servespec.reference.batch.padding import pad_query_start_loc
 from servespec.reference.batch.reorder import apply_swaps, region, swaps_into_regions
 from servespec.reference.contracts import AttentionState
 
@@ -79,7 +85,7 @@ def test_attention_metadata(vectors):
     assert len(lines) == 1000
     for line in lines:
         metadata = attention_metadata(
-            line["query_lens"],
+            cumulative(line["query_lens"]),
             line["seq_lens"],
             line["block_table"],
             line["slots"],
@@ -90,6 +96,24 @@ def test_attention_metadata(vectors):
         assert expected.pop("seq_lens_list") == metadata.seq_lens
         for name, value in expected.items():
             assert getattr(metadata, name) == value, (line, name)
+
+
+def test_fia_paddings(vectors):
+    lines = vectors("fia_padding")
+    assert len(lines) == 500
+    kinds = Counter()
+    for line in lines:
+        padded = pad_query_start_loc(
+            line["query_start_loc"],
+            line["num_tokens_padded"],
+            line["batch_desc_num_reqs"],
+            line["configured_mode"],
+            line["uniform_decode_query_len"],
+        )
+        assert padded == tupled(line["padded"])
+        assert len(padded) - 1 == line["returned"]
+        kinds[min(2, len(padded) - len(line["query_start_loc"]))] += 1
+    assert min(kinds.values()) > 50
 
 
 def test_slot_mappings(vectors):
