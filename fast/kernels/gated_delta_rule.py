@@ -40,7 +40,7 @@ def gating(a: Tensor, b: Tensor, negative_decay: Tensor, dt_bias: Tensor) -> tup
     tuple of Tensor
         ``g`` (at most 0) and ``β``, both ``[T, Hv]`` float32.
     """
-    return functional.softplus(a + dt_bias).mul_(negative_decay), b.float().sigmoid_()
+    return functional.softplus(a + dt_bias).mul_(negative_decay), b.float().sigmoid()
 
 
 def gated_delta_rule_decode(

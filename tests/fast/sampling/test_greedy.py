@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import torch
+
+from servespec.fast.sampling.greedy import greedy
+
+
+def test_the_greatest_logit_wins_and_the_lowest_id_among_equals():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], [-5.0, -4.0, -9.0, -4.0]])
+    assert greedy(logits).tolist() == [1, 0, 1]
+
+
+def test_ties_in_wide_rows():
+    torch.manual_seed(0)
+    # Few distinct values in many columns: every row has hundreds of maxima.
+    logits = torch.randint(0, 4, (50, 5000)).float()
+    expected = [row.index(max(row)) for row in logits.tolist()]
+    assert greedy(logits).tolist() == expected
