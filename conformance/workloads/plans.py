@@ -17,6 +17,8 @@ from servespec.reference.contracts import (
     CacheConfig,
     CachedRequestData,
     EngineConfig,
+    GraphConfig,
+    GraphMode,
     KVCacheGroup,
     LayerType,
     NewRequestData,
@@ -36,6 +38,13 @@ _LAYOUTS: tuple[tuple[LayerType, ...], ...] = (
     ("linear_attention", "linear_attention", "linear_attention", "full_attention"),
     ("full_attention", "linear_attention", "full_attention"),
 )
+_MODES: tuple[GraphMode, ...] = (
+    "NONE",
+    "PIECEWISE",
+    "FULL",
+    "FULL_DECODE_ONLY",
+    "FULL_AND_PIECEWISE",
+)
 _METHODS: tuple[SpeculativeMethod, ...] = ("mtp", "eagle3", "ngram")
 
 
@@ -53,6 +62,13 @@ def random_plan_config(random: Random) -> EngineConfig:
     block_size = random.choice((2, 4, 8, 16))
     kernel = random.choice([size for size in (1, 2, 4, 8) if block_size % size == 0])
     max_len = random.choice((24, 48, 96))
+    speculative = (
+        SpeculativeConfig(
+            method=random.choice(_METHODS), num_speculative_tokens=random.randint(1, 4)
+        )
+        if random.random() < 0.5
+        else None
+    )
     return EngineConfig(
         scheduler=SchedulerConfig(
             max_num_seqs=random.randint(1, 8),
@@ -71,14 +87,15 @@ def random_plan_config(random: Random) -> EngineConfig:
                 for index, layer_type in enumerate(random.choice(_LAYOUTS))
             ),
         ),
-        speculative=(
-            SpeculativeConfig(
-                method=random.choice(_METHODS), num_speculative_tokens=random.randint(1, 4)
-            )
-            if random.random() < 0.5
-            else None
-        ),
+        speculative=speculative,
+        graph=random.choice((None, _graph_config(random, speculative))),
     )
+
+
+def _graph_config(random: Random, speculative: SpeculativeConfig | None) -> GraphConfig:
+    query_len = 1 if speculative is None else 1 + speculative.num_speculative_tokens
+    sizes = {query_len * random.randint(1, 24) for _ in range(random.randint(1, 8))}
+    return GraphConfig(mode=random.choice(_MODES), capture_sizes=tuple(sorted(sizes)))
 
 
 @dataclass(slots=True)

@@ -79,6 +79,26 @@ class StepBuffer:
             self._adopt()
         return self.host
 
+    def put(self, values: Array, rows: int | None = None, fill: int = 0) -> None:
+        """Write values to the front, and `fill` behind them up to `rows`.
+
+        Parameters
+        ----------
+        values : numpy.ndarray
+        rows : int or None
+            None means as many as there are values.
+        fill : int
+        """
+        count = len(values)
+        rows = count if rows is None else rows
+        columns = values.shape[1] if values.ndim == 2 else None
+        host = self.reserve(rows, columns)
+        if columns is None:
+            host[:count] = values
+        else:
+            host[:count, :columns] = values
+        host[count:rows] = fill
+
     def publish(self, rows: int, columns: int | None = None) -> torch.Tensor:
         """Return the leading part as the device sees it.
 

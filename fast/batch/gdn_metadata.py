@@ -26,6 +26,9 @@ class SpecLayout:
     ----------
     mask : numpy.ndarray
         ``[R]`` bool.
+    listed : numpy.ndarray
+        ``[R]`` bool, rows in the arrays of those with drafts: the mask, and dummies behind it if
+        no other row has a token.
     query_start_locs : tuple of numpy.ndarray
         int32 cumulative tokens.
     token_indices : tuple of numpy.ndarray
@@ -33,6 +36,7 @@ class SpecLayout:
     """
 
     mask: npt.NDArray[np.bool_]
+    listed: npt.NDArray[np.bool_]
     query_start_locs: tuple[IntArray, IntArray]
     token_indices: tuple[IntArray, IntArray]
 
@@ -50,7 +54,7 @@ class GdnLayout:
     @property
     def num_spec_decodes(self) -> int:
         """Rows with drafts."""
-        return 0 if self.spec is None else len(self.spec.query_start_locs[0]) - 1
+        return 0 if self.spec is None else int(np.count_nonzero(self.spec.mask))
 
     @property
     def num_spec_decode_tokens(self) -> int:
@@ -108,17 +112,20 @@ def gdn_layout(
             num_prefill_tokens=total - tokens,
         )
     mask = verified >= 0
+    # Dummy rows of a padded batch hold no token.
+    num_prefills = int(np.count_nonzero(query_lens[~mask]))
+    listed = mask if num_prefills else np.ones_like(mask)
     of_token = np.repeat(mask, query_lens)
     (with_drafts,), (without,) = np.nonzero(of_token), np.nonzero(~of_token)
     return GdnLayout(
         num_decodes=0,
-        # Dummy rows of a padded batch hold no token.
-        num_prefills=int(np.count_nonzero(query_lens[~mask])),
+        num_prefills=num_prefills,
         num_decode_tokens=0,
         num_prefill_tokens=len(without),
         spec=SpecLayout(
             mask=mask,
-            query_start_locs=(_starts(query_lens[mask]), _starts(query_lens[~mask])),
+            listed=listed,
+            query_start_locs=(_starts(query_lens[listed]), _starts(query_lens[~mask])),
             token_indices=(with_drafts, without),
         ),
     )

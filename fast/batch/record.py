@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from servespec.fast.batch.inputs import AttentionInputs, GdnInputs, StepInputs
+from servespec.fast.batch.inputs import AttentionInputs, GdnInputs, StateMoves, StepInputs
 from servespec.reference.contracts import (
     AttentionMetadata,
     BatchRecord,
     BlockTable,
     GdnMetadata,
+    StateMove,
 )
 
-__all__ = ["record_of"]
+__all__ = ["moves_of", "record_of"]
 
 
 def record_of(step: StepInputs, block_tables: tuple[BlockTable, ...]) -> BatchRecord:
@@ -29,6 +31,16 @@ def record_of(step: StepInputs, block_tables: tuple[BlockTable, ...]) -> BatchRe
     BatchRecord
     """
     drafts = _tuple(step.num_draft_tokens)
+    starts, seq_lens = _tuple(step.query_start_loc), _tuple(step.seq_lens)
+    padded = step.graph
+    if padded is None:
+        attention = tuple(_attention(step, inputs, starts, seq_lens) for inputs in step.attention)
+        gdn = tuple(_gdn(step, inputs, starts) for inputs in step.gdn)
+    else:
+        rows, lens = _tuple(padded.query_start_loc), _tuple(padded.seq_lens)
+        attention = tuple(_attention(step, inputs, rows, lens) for inputs in padded.attention)
+        rows = _tuple(padded.gdn_query_start_loc)
+        gdn = tuple(_gdn(step, inputs, rows) for inputs in padded.gdn)
     return BatchRecord(
         req_ids=tuple(step.req_ids),
         swaps=tuple(step.swaps),
@@ -36,20 +48,63 @@ def record_of(step: StepInputs, block_tables: tuple[BlockTable, ...]) -> BatchRe
         num_computed_tokens=_tuple(step.num_computed_tokens),
         token_ids=_tuple(step.token_ids),
         positions=_tuple(step.positions),
-        query_start_loc=_tuple(step.query_start_loc),
-        seq_lens=_tuple(step.seq_lens),
+        query_start_loc=starts,
+        seq_lens=seq_lens,
         block_tables=block_tables,
         logits_indices=_tuple(step.logits_indices),
         sampled=tuple(step.sampled.tolist()),
         attn_state=step.attn_state,
-        attention=tuple(_attention(step, inputs) for inputs in step.attention),
-        gdn=tuple(_gdn(step, inputs) for inputs in step.gdn),
+        attention=attention,
+        gdn=gdn,
         num_draft_tokens=drafts if any(drafts) else (),
+        is_prefilling=tuple(step.is_prefilling.tolist()),
+        graph=step.dispatch,
+        state_moves=tuple(
+            moves_of(step.req_ids, inputs.moves) for inputs in step.gdn if inputs.moves is not None
+        ),
     )
 
 
-def _attention(step: StepInputs, inputs: AttentionInputs) -> AttentionMetadata:
-    starts = _tuple(step.query_start_loc)
+def moves_of(req_ids: list[str], moves: StateMoves) -> tuple[StateMove, ...]:
+    """Return state moves as a contract.
+
+    Parameters
+    ----------
+    req_ids : list of str
+        The request of each row.
+    moves : StateMoves
+
+    Returns
+    -------
+    tuple of StateMove
+    """
+    columns = (
+        moves.rows,
+        moves.ssm_sources,
+        moves.conv_sources,
+        moves.conv_offsets,
+        moves.destinations,
+    )
+    return tuple(
+        StateMove(
+            req_id=req_ids[row],
+            ssm_src_block_id=ssm,
+            conv_src_block_id=conv,
+            conv_offset=offset,
+            dst_block_id=destination,
+        )
+        for row, ssm, conv, offset, destination in zip(
+            *(column.tolist() for column in columns), strict=True
+        )
+    )
+
+
+def _attention(
+    step: StepInputs,
+    inputs: AttentionInputs,
+    starts: tuple[int, ...],
+    seq_lens: tuple[int, ...],
+) -> AttentionMetadata:
     return AttentionMetadata(
         num_actual_tokens=step.num_tokens,
         num_decodes=inputs.num_decodes,
@@ -57,21 +112,26 @@ def _attention(step: StepInputs, inputs: AttentionInputs) -> AttentionMetadata:
         num_decode_tokens=inputs.num_decode_tokens,
         query_start_loc=starts,
         actual_seq_lengths_q=starts[1:],
-        seq_lens=_tuple(step.seq_lens),
+        seq_lens=seq_lens,
         max_query_len=step.max_query_len,
         block_tables=tuple(map(tuple, inputs.block_table.tolist())),
-        slot_mapping=_tuple(inputs.slot_mapping),
+        slot_mapping=_tuple(inputs.slot_mapping[: step.num_tokens]),
         attn_state=inputs.attn_state,
     )
 
 
-def _gdn(step: StepInputs, inputs: GdnInputs) -> GdnMetadata:
-    states, initial = inputs.state_indices, inputs.has_initial_state
-    starts: Tensor | None = step.query_start_loc
-    if inputs.spec_sequence_masks is not None:
-        others = ~inputs.spec_sequence_masks
-        states, initial, starts = states[others], initial[others], inputs.non_spec_query_start_loc
-    only_drafts = inputs.num_spec_decodes > 0 and inputs.num_prefills == 0
+def _gdn(step: StepInputs, inputs: GdnInputs, starts: tuple[int, ...]) -> GdnMetadata:
+    """Keep of each column the rows without drafts; a step of drafts alone has none."""
+    mask = inputs.spec_sequence_masks
+    others = torch.ones_like(inputs.has_initial_state) if mask is None else ~mask
+    if inputs.non_spec_query_start_loc is not None:
+        starts = _tuple(inputs.non_spec_query_start_loc)
+    has_others = inputs.num_spec_decodes == 0 or inputs.num_prefills > 0
+
+    def of_others(values: Tensor | None) -> tuple[int, ...] | None:
+        return None if values is None or not has_others else _tuple(values[others])
+
+    initial = inputs.has_initial_state[others]
     return GdnMetadata(
         num_prefills=inputs.num_prefills,
         num_prefill_tokens=inputs.num_prefill_tokens,
@@ -82,21 +142,19 @@ def _gdn(step: StepInputs, inputs: GdnInputs) -> GdnMetadata:
         num_actual_tokens=step.num_tokens,
         has_initial_state=tuple(initial.tolist()) if inputs.num_prefills else None,
         spec_query_start_loc=_optional(inputs.spec_query_start_loc),
-        non_spec_query_start_loc=None if only_drafts else _optional(starts),
+        non_spec_query_start_loc=starts if has_others else None,
         spec_state_indices=(
             None
             if inputs.spec_state_indices is None
             else tuple(map(tuple, inputs.spec_state_indices.tolist()))
         ),
-        non_spec_state_indices=None if only_drafts else _tuple(states),
-        spec_sequence_masks=(
-            None
-            if inputs.spec_sequence_masks is None
-            else tuple(inputs.spec_sequence_masks.tolist())
-        ),
+        non_spec_state_indices=of_others(inputs.state_indices),
+        spec_sequence_masks=None if mask is None else tuple(mask.tolist()),
         spec_token_index=_optional(inputs.spec_token_index),
         non_spec_token_index=_optional(inputs.non_spec_token_index),
         num_accepted_tokens=_optional(inputs.num_accepted_tokens),
+        non_spec_num_accepted_tokens=of_others(inputs.row_num_accepted_tokens),
+        non_spec_initial_state_indices=of_others(inputs.initial_state_indices),
     )
 
 

@@ -23,6 +23,7 @@ _SCALARS = (
     "num_computed_tokens",
     "num_draft_tokens",
     "num_accepted_tokens",
+    "last_seq_len",
     "has_row",
 )
 
@@ -43,6 +44,9 @@ class RequestStore:
         ``[slots]`` int64; `num_tokens` counts known tokens, without drafts.
     num_draft_tokens, num_accepted_tokens : numpy.ndarray
         ``[slots]`` int64; drafts of this step, tokens sampled by the latest one.
+    last_seq_len : numpy.ndarray
+        ``[slots]`` int64, tokens computed after the latest step, drafts included; 0 if the request
+        came or came back since.
     has_row : numpy.ndarray
         ``[slots]`` bool.
     tables : list of BlockTable
@@ -63,6 +67,7 @@ class RequestStore:
         self.num_computed_tokens = np.zeros(slots, np.int64)
         self.num_draft_tokens = np.zeros(slots, np.int64)
         self.num_accepted_tokens = np.ones(slots, np.int64)
+        self.last_seq_len = np.zeros(slots, np.int64)
         self.has_row = np.zeros(slots, np.bool_)
         self.tables: list[BlockTable] = []
         for group in cache.groups:
@@ -96,9 +101,15 @@ class RequestStore:
         self.num_prompt_tokens[slot] = len(new.prompt_token_ids)
         self.num_computed_tokens[slot] = new.num_computed_tokens
         self.num_draft_tokens[slot] = 0
-        self.num_accepted_tokens[slot] = 1
-        self.replace_blocks(slot, new.block_ids)
+        self.restart(slot, new.block_ids)
         return slot
+
+    def restart(self, slot: int, block_ids: GroupBlocks) -> None:
+        """Give a request other tables, so that nothing of its earlier steps counts any more."""
+        self.num_accepted_tokens[slot] = 1
+        self.last_seq_len[slot] = 0
+        for table, ids in zip(self.tables, block_ids, strict=True):
+            table.replace(slot, ids)
 
     def drop(self, req_id: str) -> None:
         """Forget a request, if it is known."""
@@ -147,11 +158,6 @@ class RequestStore:
         ends = np.cumsum(counts)
         columns = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
         self.token_ids[np.repeat(slots, counts), columns] = token_ids
-
-    def replace_blocks(self, slot: int, block_ids: GroupBlocks) -> None:
-        """Make `block_ids` the tables of a request in all groups."""
-        for table, ids in zip(self.tables, block_ids, strict=True):
-            table.replace(slot, ids)
 
     def append_blocks(self, slot: int, block_ids: GroupBlocks) -> None:
         """Append to the tables of a request in all groups."""

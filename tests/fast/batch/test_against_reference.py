@@ -5,13 +5,13 @@ from dataclasses import fields
 from random import Random
 
 import numpy as np
-import pytest
 
 from servespec.conformance.workloads.plans import PlanStream, random_plan_config
 from servespec.fast.batch import InputBatch
 from servespec.fast.batch.buffers import StepBuffer
+from servespec.fast.batch.record import moves_of
 from servespec.reference.batch.persistent import append_sampled, empty_batch
-from servespec.reference.batch.prepare import prepare
+from servespec.reference.batch.prepare import prepare, state_saves
 
 POISON = -7
 
@@ -24,28 +24,27 @@ def poison(batch: InputBatch) -> None:
         array[free] = POISON
     for array in (store.num_computed_tokens, store.num_draft_tokens, store.num_accepted_tokens):
         array[free] = POISON
+    store.last_seq_len[free] = POISON
     for slot in store.slot_of.values():
         store.token_ids[slot, store.num_tokens[slot] :] = POISON
     for table in store.tables:
         table.ids[free] = POISON
         table.num_blocks[free] = 0
-    buffers = batch._buffers
-    for value in vars(buffers).values():
+    for value in vars(batch._builder.buffers).values():
         for buffer in value if isinstance(value, list) else [value]:
             assert isinstance(buffer, StepBuffer)
             buffer.host[...] = POISON if buffer.host.dtype != np.bool_ else True
     batch._rows[len(batch._req_ids) :] = POISON
 
 
-@pytest.mark.parametrize("block", range(4))
-def test_every_field_of_every_step(block):
+def test_every_field_of_every_step():
     counts = Counter()
-    for seed in range(block * 20, block * 20 + 20):
+    for seed in range(60):
         random = Random(seed)
         config = random_plan_config(random)
         stream = PlanStream(config, random)
         reference, fast = empty_batch(), InputBatch(config)
-        for step in range(50):
+        for step in range(40):
             plan = stream.next_plan()
             reference, expected = prepare(reference, plan, config)
             poison(fast)
@@ -64,20 +63,32 @@ def test_every_field_of_every_step(block):
                 if keep
             }
             assert set(sampled) == kept
+            saves = state_saves(reference, sampled, config)
+            assert tuple(moves_of(fast.req_ids, m) for m in fast.state_saves(sampled)) == saves
             reference = append_sampled(reference, sampled)
             fast.append_sampled(sampled)
             counts["steps"] += 1
             counts["rows"] += len(expected.req_ids)
             counts["swaps"] += len(expected.swaps)
             counts["steps with drafts"] += expected.num_draft_tokens != ()
+            counts["state moves"] += sum(map(len, expected.state_moves))
+            counts["state saves"] += sum(map(len, saves))
+            if expected.graph is not None:
+                counts[f"graph {expected.graph.mode}"] += 1
+            for metadata in expected.attention[:1]:
+                counts["dummy rows"] += len(metadata.seq_lens) - len(expected.req_ids)
         counts += stream.counts
     print(dict(counts))
-    assert counts["steps"] == 1000
+    assert counts["steps"] == 2400
     for happened in (
         "accepted",
         "blocks reused",
+        "dummy rows",
         "empty",
         "fresh one-token rows",
+        "graph FULL",
+        "graph NONE",
+        "graph PIECEWISE",
         "output dropped",
         "prefix hit",
         "re-added",
@@ -85,7 +96,9 @@ def test_every_field_of_every_step(block):
         "resubmitted",
         "resumed",
         "resumed at once",
+        "state moves",
+        "state saves",
         "swaps",
         "thrown away",
     ):
-        assert counts[happened] >= 5, happened
+        assert counts[happened] >= 20, happened

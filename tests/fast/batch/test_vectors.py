@@ -1,12 +1,28 @@
 """The fast side against recorded outputs of the pinned vllm-ascend code."""
 
 import numpy as np
+import torch
 
 from servespec.fast.batch.attention_state import attention_state
 from servespec.fast.batch.block_table import BlockTable
-from servespec.fast.batch.gdn_metadata import gdn_layout
+from servespec.fast.batch.graph import GraphTable
 from servespec.fast.batch.metadata import leading_decodes
+from servespec.fast.batch.padding import pad_rows
+from servespec.fast.batch.prepare import StepBuilder
+from servespec.fast.batch.record import record_of
 from servespec.fast.batch.reorder import region_keys, swaps_to_sort
+from servespec.fast.batch.requests import RequestStore
+from servespec.reference.contracts import (
+    CacheConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphDispatch,
+    KVCacheGroup,
+    NewRequestData,
+    SamplingParams,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 
 
 def columns(line, *names):
@@ -71,35 +87,108 @@ def test_slot_mappings(vectors):
         assert table.slots_of(np.ones_like(positions), positions).tolist() == line["slots"]
 
 
-def test_gdn_layouts(vectors):
+def test_fia_paddings(vectors):
+    lines = vectors("fia_padding")
+    assert len(lines) == 500
+    for line in lines:
+        starts = np.full(64, -7, np.int32)
+        starts[: len(line["query_start_loc"])] = line["query_start_loc"]
+        rows = pad_rows(
+            starts,
+            line["num_reqs"],
+            line["num_tokens_padded"],
+            line["batch_desc_num_reqs"],
+            line["configured_mode"],
+            line["uniform_decode_query_len"],
+        )
+        assert rows == line["returned"]
+        assert starts[: rows + 1].tolist() == line["padded"]
+        assert (starts[rows + 1 :] == -7).all()
+
+
+def test_graph_dispatch(vectors):
+    lines = vectors("graph_dispatch", "vllm")
+    assert len(lines) == 1000
+    for line in lines:
+        graph = GraphConfig(mode=line["mode"], capture_sizes=tuple(line["capture_sizes"]))
+        table = GraphTable(graph, line["num_spec"], line["max_num_seqs"])
+        found = table.dispatch(line["num_tokens"], line["uniform_decode"])
+        assert found == GraphDispatch(**line["expect"]), line
+
+
+def prepared(line, layer_type):
+    """Lay out the rows of a line as they stand, in blocks of 128 tokens."""
+    num_spec = line["num_spec"]
+    num_reqs = len(line["query_lens"])
+    config = EngineConfig(
+        scheduler=SchedulerConfig(
+            max_num_seqs=num_reqs, max_num_batched_tokens=4096, max_model_len=4096
+        ),
+        cache=CacheConfig(
+            num_gpu_blocks=1000,
+            block_size=128,
+            groups=(KVCacheGroup(layer_type=layer_type, layer_indices=(0,)),),
+        ),
+        speculative=(
+            SpeculativeConfig(method="mtp", num_speculative_tokens=num_spec) if num_spec else None
+        ),
+    )
+    store = RequestStore(config)
+    rows = []
+    for row, (query, seq, prompt) in enumerate(
+        zip(line["query_lens"], line["seq_lens"], line["prompt_lens"], strict=True)
+    ):
+        slot = store.add(
+            NewRequestData(
+                req_id=str(row),
+                prompt_token_ids=(1,) * prompt,
+                sampling_params=SamplingParams(),
+                block_ids=(tuple(line["block_table"][row]),),
+                num_computed_tokens=seq - query,
+            )
+        )
+        store.set_tokens(slot, (1,) * max(seq, prompt))
+        if line.get("num_draft_tokens"):
+            store.num_draft_tokens[slot] = max(0, line["num_draft_tokens"][row])
+            store.num_accepted_tokens[slot] = line["num_accepted"][row]
+        rows.append(slot)
+    step = StepBuilder(config, torch.device("cpu")).build(
+        store,
+        [str(row) for row in range(num_reqs)],
+        np.array(rows),
+        np.array(line["query_lens"]),
+        [],
+    )
+    return record_of(step, ())
+
+
+def tupled(value):
+    return tuple(tupled(item) for item in value) if isinstance(value, list) else value
+
+
+def test_attention_metadata(vectors):
+    lines = vectors("attention_metadata")
+    assert len(lines) == 1000
+    for line in lines:
+        (metadata,) = prepared(line, "full_attention").attention
+        expected = {name: tupled(value) for name, value in line["expect"].items()}
+        assert expected.pop("seq_lens_list") == metadata.seq_lens
+        for name, value in expected.items():
+            assert getattr(metadata, name) == value, (line, name)
+
+
+RENAMED = {
+    "spec_state_indices_tensor": "spec_state_indices",
+    "non_spec_state_indices_tensor": "non_spec_state_indices",
+    "spec_token_indx": "spec_token_index",
+    "non_spec_token_indx": "non_spec_token_index",
+}
+
+
+def test_gdn_metadata(vectors):
     lines = vectors("gdn_metadata")
     assert len(lines) == 1000
     for line in lines:
-        query_lens, seq_lens, prompt = columns(line, "query_lens", "seq_lens", "prompt_lens")
-        verified = line.get("num_draft_tokens")
-        layout = gdn_layout(
-            query_lens,
-            seq_lens - query_lens,
-            prompt,
-            None if verified is None else np.array(verified),
-            fresh_decode=False,
-        )
-        expect = line["expect"]
-        for name in (
-            "num_decodes",
-            "num_prefills",
-            "num_decode_tokens",
-            "num_prefill_tokens",
-            "num_spec_decodes",
-            "num_spec_decode_tokens",
-        ):
-            assert getattr(layout, name) == expect[name], (line, name)
-        if layout.spec is None:
-            assert expect["spec_sequence_masks"] is None
-            continue
-        assert layout.spec.mask.tolist() == expect["spec_sequence_masks"]
-        assert layout.spec.token_indices[0].tolist() == expect["spec_token_indx"]
-        assert layout.spec.token_indices[1].tolist() == expect["non_spec_token_indx"]
-        assert layout.spec.query_start_locs[0].tolist() == expect["spec_query_start_loc"]
-        if layout.num_prefills:
-            assert layout.spec.query_start_locs[1].tolist() == expect["non_spec_query_start_loc"]
+        (metadata,) = prepared(line, "linear_attention").gdn
+        for name, value in line["expect"].items():
+            assert getattr(metadata, RENAMED.get(name, name)) == tupled(value), (line, name)

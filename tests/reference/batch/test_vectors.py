@@ -6,6 +6,7 @@ from dataclasses import fields
 from servespec.reference.batch.attention_state import classify
 from servespec.reference.batch.block_tables import kernel_blocks, slot
 from servespec.reference.batch.gdn_metadata import gdn_metadata
+from servespec.reference.batch.graph import dispatch
 from servespec.reference.batch.metadata import (
     attention_metadata,
     cumulative,
@@ -13,7 +14,7 @@ from servespec.reference.batch.metadata import (
 )
 from servespec.reference.batch.padding import pad_query_start_loc
 from servespec.reference.batch.reorder import apply_swaps, region, swaps_into_regions
-from servespec.reference.contracts import AttentionState
+from servespec.reference.contracts import AttentionState, GraphConfig, GraphDispatch
 
 
 def tupled(value):
@@ -161,3 +162,22 @@ def test_gdn_metadata(vectors):
             )
     assert with_drafts > 100
     assert folded > 50
+
+
+def test_graph_dispatch(vectors):
+    lines = vectors("graph_dispatch", "vllm")
+    assert len(lines) == 1000
+    kinds = Counter()
+    for line in lines:
+        graph = GraphConfig(mode=line["mode"], capture_sizes=tuple(line["capture_sizes"]))
+        found = dispatch(
+            graph,
+            line["num_tokens"],
+            line["uniform_decode"],
+            line["num_spec"],
+            line["max_num_seqs"],
+        )
+        assert found == GraphDispatch(**line["expect"]), line
+        kinds[found.mode, found.uniform] += 1
+    assert min(kinds.values()) > 50
+    assert len(kinds) == 4
