@@ -7,6 +7,7 @@ that says what, where, and how to mend it).
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,30 @@ def implementations() -> None:
     for name, what in BUILT_IN.items():
         click.echo(f"{name:<16}{what}")
     click.echo(f"{'module:object':<16}your own: any object that offers a factory, see README.md")
+
+
+@main.command()
+@click.option("--seed", default=0, show_default=True, help="Of the random cases.")
+def faults(seed: int) -> None:
+    """Plant faults that real engines had and require that the suites find them."""
+    from rich.table import Table
+
+    from servespec.conformance.faults.catalogue import FAULTS
+    from servespec.conformance.faults.self_test import self_test
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("fault", "suite", "cases", "found at"):
+        table.add_column(column, justify="right" if column == "cases" else "left")
+    missed = 0
+    with click.progressbar(length=sum(len(f.suites) or 2 for f in FAULTS), file=sys.stderr) as bar:
+        for finding in self_test(seed=seed):
+            bar.update(1)
+            missed += not finding.ok
+            place = "nothing" if finding.divergence is None else finding.divergence.place
+            mark = "" if finding.ok else "  WRONG"
+            table.add_row(finding.fault.name, finding.suite, str(finding.cases), place + mark)
+    Console().print(table)
+    raise SystemExit(1 if missed else 0)
 
 
 @main.command()

@@ -1,0 +1,326 @@
+"""Kinds of fault that real engines had, each planted in the fast path.
+
+Numbers are of public issues and pull requests; the text is ours. Thread names without a project
+are of vllm-project/vllm.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from servespec.conformance.adapters.base import Weights
+from servespec.conformance.faults.fault import Fault
+from servespec.fast.batch.inputs import StepInputs
+from servespec.reference.contracts import (
+    AttentionState,
+    BatchRecord,
+    EngineConfig,
+    ModelConfig,
+    Request,
+    SchedulerConfig,
+)
+
+__all__ = ["FAILURES", "FAULTS"]
+
+
+def _smaller_budget(config: SchedulerConfig) -> SchedulerConfig:
+    if config.token_budget == 1 or not config.enable_chunked_prefill:
+        return config
+    return replace(config, max_num_scheduled_tokens=config.token_budget - 1)
+
+
+def _roll(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.roll(tensor, 1, dims=0)
+
+
+def _states_of_others(inputs: StepInputs, config: EngineConfig) -> None:
+    for group in inputs.gdn:
+        group.state_indices = _roll(group.state_indices)
+
+
+def _one_key_more(inputs: StepInputs, config: EngineConfig) -> None:
+    size = config.cache.kernel_block_size or config.cache.block_size
+    room = min(group.block_table.shape[1] for group in inputs.attention) * size
+    inputs.seq_lens = torch.clamp(inputs.seq_lens + 1, max=room)
+
+
+def _one_key_fewer(inputs: StepInputs, config: EngineConfig) -> None:
+    inputs.seq_lens = torch.maximum(inputs.seq_lens - 1, inputs.num_scheduled_tokens)
+
+
+def _always_a_state(inputs: StepInputs, config: EngineConfig) -> None:
+    for group in inputs.gdn:
+        group.has_initial_state = torch.ones_like(group.has_initial_state)
+
+
+def _never_a_state(inputs: StepInputs, config: EngineConfig) -> None:
+    for group in inputs.gdn:
+        group.has_initial_state = torch.zeros_like(group.has_initial_state)
+
+
+def _tables_of_others(inputs: StepInputs, config: EngineConfig) -> None:
+    for group in inputs.attention:
+        group.block_table = _roll(group.block_table)
+
+
+def _slots_of_others(inputs: StepInputs, config: EngineConfig) -> None:
+    for group in inputs.attention:
+        group.slot_mapping = _roll(group.slot_mapping)
+
+
+def _positions_from_zero(inputs: StepInputs, config: EngineConfig) -> None:
+    starts = inputs.num_computed_tokens.repeat_interleave(inputs.num_scheduled_tokens)
+    inputs.positions = inputs.positions - starts
+
+
+def _one_label(record: BatchRecord) -> BatchRecord:
+    return replace(record, attn_state=AttentionState.CHUNKED_PREFILL)
+
+
+def _optimistic_slots(record: BatchRecord) -> BatchRecord:
+    groups = tuple(
+        replace(group, slot_mapping=tuple(slot + 1 for slot in group.slot_mapping))
+        for group in record.attention
+    )
+    return replace(record, attention=groups)
+
+
+def _no_salt(request: Request) -> Request:
+    return replace(request, cache_salt=None)
+
+
+def _one_token_more(request: Request) -> Request:
+    params = request.sampling_params
+    return replace(request, sampling_params=replace(params, max_tokens=params.max_tokens + 1))
+
+
+def _no_minimum(request: Request) -> Request:
+    return replace(request, sampling_params=replace(request.sampling_params, min_tokens=0))
+
+
+def _plain_norms(weights: Weights, model: ModelConfig) -> Weights:
+    return {
+        name: value - 1 if name.endswith("layernorm.weight") else value
+        for name, value in weights.items()
+    }
+
+
+def _reversed_kv_heads(weights: Weights, model: ModelConfig) -> Weights:
+    def changed(value: np.ndarray) -> np.ndarray:
+        heads = value.reshape(model.num_key_value_heads, model.head_dim, -1)
+        return heads[::-1].reshape(value.shape).copy()
+
+    return {
+        name: changed(value) if name.endswith(("k_proj.weight", "v_proj.weight")) else value
+        for name, value in weights.items()
+    }
+
+
+def _swapped_query_and_key(weights: Weights, model: ModelConfig) -> Weights:
+    width = model.linear_num_key_heads * model.linear_key_head_dim
+
+    def changed(value: np.ndarray) -> np.ndarray:
+        return np.concatenate([value[width : 2 * width], value[:width], value[2 * width :]])
+
+    return {
+        name: changed(value) if name.endswith("in_proj_qkv.weight") else value
+        for name, value in weights.items()
+    }
+
+
+def _rounded_otherwise(weights: Weights, model: ModelConfig) -> Weights:
+    return {
+        name: np.nextafter(value, np.float32(np.inf)) if "proj" in name else value
+        for name, value in weights.items()
+    }
+
+
+def _raise() -> None:
+    raise RuntimeError("planted: the device is lost")
+
+
+def _hang() -> None:
+    while True:
+        time.sleep(1.0)
+
+
+def _die() -> None:
+    print("planted: about to die", flush=True)
+    os._exit(7)
+
+
+_ENGINES = ("engine", "model", "invariance")
+
+FAULTS = (
+    Fault(
+        name="one_token_too_few",
+        what="the scheduler gives one token less than the budget allows",
+        source="#45414: a chunk rounded down until nothing is left",
+        suites=("scheduling", "engine"),
+        configuration=_smaller_budget,
+    ),
+    Fault(
+        name="state_of_another_request",
+        what="a GDN layer reads the state slot of the row before",
+        source="sglang PR#37836: states indexed by row though the grid is global",
+        suites=_ENGINES,
+        inputs=_states_of_others,
+    ),
+    Fault(
+        name="one_key_too_many",
+        what="attention reads one key beyond the causal limit",
+        source="nano-vllm PR#213: attention over keys not yet written",
+        suites=_ENGINES,
+        inputs=_one_key_more,
+    ),
+    Fault(
+        name="one_key_too_few",
+        what="attention leaves out the newest key of a row with history",
+        source="a wrong bottom-right offset of the causal mask",
+        suites=_ENGINES,
+        inputs=_one_key_fewer,
+    ),
+    Fault(
+        name="stale_state",
+        what="a fresh request starts from what its state slot held before",
+        source="#51562: a one-token first chunk classed as a decode",
+        suites=_ENGINES,
+        inputs=_always_a_state,
+    ),
+    Fault(
+        name="lost_state",
+        what="every chunk starts from a zero state",
+        source="#53142: a resumed request reads a column that was never written",
+        suites=_ENGINES,
+        inputs=_never_a_state,
+    ),
+    Fault(
+        name="stale_block_table",
+        what="attention reads the block table of the row before",
+        source="vllm-ascend#9727: host and device tables out of step after condensing",
+        suites=_ENGINES,
+        inputs=_tables_of_others,
+    ),
+    Fault(
+        name="shifted_slots",
+        what="K and V are written to the slot of the token before",
+        source="PR#51031: slots made with the manager's block size, read with the kernel's",
+        suites=_ENGINES,
+        inputs=_slots_of_others,
+    ),
+    Fault(
+        name="restarted_positions",
+        what="rotary positions of every chunk start from zero",
+        source="a chunk treated as a new prompt",
+        suites=_ENGINES,
+        inputs=_positions_from_zero,
+    ),
+    Fault(
+        name="one_label",
+        what="every step is labelled ChunkedPrefill",
+        source="vllm-tt-plugin PR#67: a predicate on the count after the update",
+        suites=("batch", "engine"),
+        record=_one_label,
+    ),
+    Fault(
+        name="reported_slots",
+        what="the metadata names the slot after the one written",
+        source="#53982: slots past a narrower group's table",
+        suites=("batch", "engine"),
+        record=_optimistic_slots,
+    ),
+    Fault(
+        name="ignored_priority",
+        what="requests run in order of arrival whatever their priority",
+        source="#49097: a request loses its turn",
+        suites=("scheduling", "engine"),
+        configuration=lambda config: replace(config, policy="fcfs"),
+    ),
+    Fault(
+        name="ignored_threshold",
+        what="long prompts are not held back",
+        source="PR#18957: chunk limits forgotten on one path",
+        suites=("scheduling", "engine"),
+        configuration=lambda config: replace(config, long_prefill_token_threshold=0),
+    ),
+    Fault(
+        name="shared_across_tenants",
+        what="prefix hashes leave the cache salt out",
+        source="vllm-mlx PR#444: false prefix hits",
+        suites=("scheduling",),
+        request=_no_salt,
+    ),
+    Fault(
+        name="one_token_too_many",
+        what="a request goes on after its last token",
+        source="vllm-ascend#9221: more tokens than the limit",
+        suites=("scheduling", "engine", "invariance"),
+        request=_one_token_more,
+    ),
+    Fault(
+        name="ignored_minimum",
+        what="a stop token ends a request before its minimum",
+        source="#51299: stop rules in another order",
+        suites=("scheduling", "engine"),
+        request=_no_minimum,
+    ),
+    Fault(
+        name="plain_norms",
+        what="zero-centred norm weights are applied as they are",
+        source="a checkpoint convention missed: 1 + w",
+        suites=_ENGINES,
+        weights=_plain_norms,
+    ),
+    Fault(
+        name="reversed_kv_heads",
+        what="query heads read the K/V heads in the wrong order",
+        source="#49716: per-head values in wrong places",
+        suites=_ENGINES,
+        weights=_reversed_kv_heads,
+    ),
+    Fault(
+        name="swapped_query_and_key",
+        what="a GDN layer takes queries for keys",
+        source="fla#623: two operands of the update swapped",
+        suites=_ENGINES,
+        weights=_swapped_query_and_key,
+    ),
+    Fault(
+        name="rounded_otherwise",
+        what="nothing wrong: weights rounded up by one unit in the last place",
+        source="#39146: rounding reported as corruption",
+        suites=(),
+        weights=_rounded_otherwise,
+    ),
+)
+"""Faults that answer wrongly, and at the end a negative control that does not."""
+
+FAILURES = (
+    Fault(
+        name="raises",
+        what="a step raises",
+        source="any crash",
+        suites=("engine",),
+        before_step=_raise,
+    ),
+    Fault(
+        name="hangs",
+        what="a step never returns",
+        source="#39734: a queue blocked for ever",
+        suites=("engine",),
+        before_step=_hang,
+    ),
+    Fault(
+        name="dies",
+        what="the process ends",
+        source="vllm-ascend PR#14161: a crash in the middle of a step",
+        suites=("engine",),
+        before_step=_die,
+    ),
+)
+"""Implementations that do not answer; ``hangs`` and ``dies`` need a process of their own."""

@@ -1,0 +1,140 @@
+"""A planted fault: the fast path with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from servespec.conformance.adapters.base import Weights
+from servespec.conformance.adapters.fast import FastBatch, FastScheduler
+from servespec.fast.batch import InputBatch
+from servespec.fast.batch.inputs import StepInputs
+from servespec.fast.engine import Engine
+from servespec.fast.scheduling.v1 import Scheduler
+from servespec.reference.contracts import (
+    BatchRecord,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    Request,
+    SchedulerConfig,
+    SchedulerOutput,
+    SpeculativeConfig,
+    StepRecord,
+)
+
+__all__ = ["Fault"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """An implementation that is the fast path but for one thing.
+
+    Attributes
+    ----------
+    name : str
+    what : str
+        What it does wrong, in one line.
+    source : str
+        A public report of a fault of this kind.
+    suites : tuple of str
+        Suites that must find it; none for a negative control, which no suite may report.
+    configuration : callable, optional
+        Changes the scheduler's configuration.
+    request : callable, optional
+        Changes a request on arrival.
+    weights : callable, optional
+        Changes the weights.
+    inputs : callable, optional
+        Changes in place what the model reads of a step; the record stays right.
+    record : callable, optional
+        Changes the record of a batch.
+    before_step : callable, optional
+        Called before each step of an engine.
+    """
+
+    name: str
+    what: str
+    source: str
+    suites: tuple[str, ...]
+    configuration: Callable[[SchedulerConfig], SchedulerConfig] | None = None
+    request: Callable[[Request], Request] | None = None
+    weights: Callable[[Weights, ModelConfig], Weights] | None = None
+    inputs: Callable[[StepInputs, EngineConfig], None] | None = None
+    record: Callable[[BatchRecord], BatchRecord] | None = None
+    before_step: Callable[[], None] | None = None
+
+    def make_scheduler(
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        speculative: SpeculativeConfig | None = None,
+    ) -> FastScheduler:
+        """Return a fast scheduler with the fault."""
+        return _Scheduler(Scheduler(self._changed(scheduler), cache, speculative), self)
+
+    def make_batch(self, config: EngineConfig) -> FastBatch:
+        """Return a fast batch with the fault."""
+        return FastBatch(_Batch(config, self))
+
+    def make_engine(
+        self, model: ModelConfig, weights: Weights, config: EngineConfig, dtype: str = "float32"
+    ) -> Engine:
+        """Return a fast engine with the fault."""
+        config = replace(config, scheduler=self._changed(config.scheduler))
+        if self.weights is not None:
+            weights = self.weights(weights, model)
+        return _Engine(model, weights, config, dtype, self)
+
+    def _changed(self, config: SchedulerConfig) -> SchedulerConfig:
+        return config if self.configuration is None else self.configuration(config)
+
+
+class _Scheduler(FastScheduler):
+    def __init__(self, scheduler: Scheduler, fault: Fault) -> None:
+        super().__init__(scheduler)
+        self.fault = fault
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request if self.fault.request is None else self.fault.request(request))
+
+
+class _Batch(InputBatch):
+    def __init__(self, config: EngineConfig, fault: Fault) -> None:
+        super().__init__(config)
+        self.fault = fault
+        self.config = config
+
+    def prepare(self, output: SchedulerOutput) -> StepInputs:
+        inputs = super().prepare(output)
+        if self.fault.inputs is None:
+            return inputs
+        # The batch makes its record of the object it keeps, so the model gets another.
+        copy = replace(
+            inputs,
+            attention=[replace(group) for group in inputs.attention],
+            gdn=[replace(group) for group in inputs.gdn],
+        )
+        self.fault.inputs(copy, self.config)
+        return copy
+
+    def record(self) -> BatchRecord:
+        record = super().record()
+        return record if self.fault.record is None else self.fault.record(record)
+
+
+class _Engine(Engine):
+    def __init__(
+        self, model: ModelConfig, weights: Weights, config: EngineConfig, dtype: str, fault: Fault
+    ) -> None:
+        super().__init__(model, weights, config, dtype)
+        self.fault = fault
+        self._batch = _Batch(config, fault)
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request if self.fault.request is None else self.fault.request(request))
+
+    def step(self, forced_token_ids: Mapping[str, tuple[int, ...]] | None = None) -> StepRecord:
+        if self.fault.before_step is not None:
+            self.fault.before_step()
+        return super().step(forced_token_ids)
