@@ -36,7 +36,12 @@ def count_schedule(
     counts["scheduled_tokens"] += output.total_num_scheduled_tokens
     counts["preemptions"] += len(output.preempted_req_ids)
     counts["resumptions"] += len(output.scheduled_cached_reqs.resumed_req_ids)
+    cached = output.scheduled_cached_reqs
     counts["prefix_hits"] += sum(new.num_computed_tokens > 0 for new in output.scheduled_new_reqs)
+    counts["prefix_hits"] += sum(
+        computed > 0 and request_id in cached.resumed_req_ids
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    )
     counts["drafts"] += sum(map(len, output.scheduled_spec_decode_tokens.values()))
     counts["block_copies"] += len(output.kv_cache_block_copies)
     if before is not None and after is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from servespec.conformance.checks import batch, engine, invariance, model, scheduling
+from servespec.conformance.checks import batch, cache, engine, invariance, model, scheduling
 from servespec.conformance.checks.suite import Suite
 
 __all__ = ["SUITES", "UnknownSuiteError", "suite"]
 
 SUITES: dict[str, Suite] = {
-    module.SUITE.name: module.SUITE for module in (scheduling, batch, model, engine, invariance)
+    module.SUITE.name: module.SUITE
+    for module in (scheduling, cache, batch, model, engine, invariance)
 }
 
 

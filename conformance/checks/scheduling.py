@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 
 from hypothesis import strategies as st
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from servespec.conformance.adapters.base import SchedulerFactory, SchedulerUnderTest
 from servespec.conformance.adapters.reference import ReferenceImplementation
 from servespec.conformance.cases.case import Case
+from servespec.conformance.checks.counting import count_outputs, count_schedule
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.compare import expect_equal
 from servespec.conformance.verdicts import ExpectedStep, Tally, attempt
@@ -127,49 +128,42 @@ class Lockstep:
         expect_equal(expected, got, field, step=self.step if step is None else step)
 
 
-def count(driven: DrivenStep, lockstep: Lockstep, counts: Counter[str]) -> None:
-    """Add what happened in a step to `counts`.
+def count(driven: DrivenStep, lockstep: Lockstep, tally: Tally) -> None:
+    """Count what a step did, beside what `count_schedule` and `count_outputs` count.
 
     Parameters
     ----------
     driven : DrivenStep
     lockstep : Lockstep
         For the states around the step.
-    counts : Counter
-        Gains ``preemptions``, ``resumes``, ``prefix_hits``, ``evictions``, ``chunks`` (later parts
-        of a prompt that one step did not finish), ``padded_admissions``, ``drafts``,
-        ``rejected_drafts``, ``copies``, ``zeroed_blocks``, ``null_blocks``, ``common_prefixes``,
-        ``aborts``, ``pauses``, ``resets``, ``stops``, ``stale_outputs`` (tokens of a request that
-        was preempted meanwhile), ``skipped_waiting``, ``negative_schedules`` and
-        ``blocked_heads`` (steps in which nothing runs and the first in the queue does not fit).
+    tally : Tally
+        Gains ``split_prompts`` (rows that go on with a prompt), ``padded_admissions``,
+        ``rejected_drafts``, ``zeroed_blocks``, ``null_blocks``, ``common_prefixes``, ``aborts``,
+        ``pauses``, ``resets``, ``stale_outputs`` (tokens of a request preempted meanwhile),
+        ``skipped_waiting``, ``negative_schedules`` and ``blocked_heads`` (steps in which nothing
+        runs and the first in the queue does not fit).
     """
     output, events = driven.output, driven.events
-    state = lockstep.after_schedule
+    state, counts = lockstep.after_schedule, tally.counts
+    count_schedule(tally, output, lockstep.before, state)
+    count_outputs(tally, driven.outputs)
     cached = output.scheduled_cached_reqs
-    counts["preemptions"] += len(output.preempted_req_ids)
-    counts["resumes"] += len(cached.resumed_req_ids)
-    counts["copies"] += len(output.kv_cache_block_copies)
+    admitted = {new.req_id for new in output.scheduled_new_reqs} | cached.resumed_req_ids
+    counts["padded_admissions"] += len(admitted & output.scheduled_spec_decode_tokens.keys())
+    counts["split_prompts"] += sum(
+        num_output == 0 and request_id not in admitted
+        for request_id, num_output in zip(cached.req_ids, cached.num_output_tokens, strict=True)
+    )
+    counts["null_blocks"] += any(
+        0 in blocks for new in output.scheduled_new_reqs for blocks in new.block_ids
+    )
     counts["zeroed_blocks"] += len(output.new_block_ids_to_zero)
+    counts["common_prefixes"] += any(output.num_common_prefix_blocks)
+    counts["negative_schedules"] += any(n < 1 for n in output.num_scheduled_tokens.values())
     counts["aborts"] += len(events.abort)
     counts["pauses"] += bool(events.pause)
     counts["resets"] += events.reset_prefix_cache is not None
     counts["skipped_waiting"] += bool(state.skipped_waiting)
-    counts["common_prefixes"] += any(output.num_common_prefix_blocks)
-    if events.reset_prefix_cache is None:
-        counts["evictions"] += len(lockstep.before.cached_blocks - state.cached_blocks)
-    for new in output.scheduled_new_reqs:
-        counts["prefix_hits"] += new.num_computed_tokens > 0
-        counts["padded_admissions"] += new.req_id in output.scheduled_spec_decode_tokens
-        counts["null_blocks"] += any(0 in blocks for blocks in new.block_ids)
-    for request_id, num_computed, num_output in zip(
-        cached.req_ids, cached.num_computed_tokens, cached.num_output_tokens, strict=True
-    ):
-        if request_id in cached.resumed_req_ids:
-            counts["prefix_hits"] += num_computed > 0
-            counts["padded_admissions"] += request_id in output.scheduled_spec_decode_tokens
-        elif num_output == 0:
-            counts["chunks"] += 1
-    counts["negative_schedules"] += any(n < 1 for n in output.num_scheduled_tokens.values())
     if not output.num_scheduled_tokens and not state.running and state.waiting:
         counts["blocked_heads"] += state.pause_state is PauseState.UNPAUSED
     queued = {*state.waiting, *state.skipped_waiting}
@@ -177,9 +171,7 @@ def count(driven: DrivenStep, lockstep: Lockstep, counts: Counter[str]) -> None:
     for request_id, tokens in driven.sampled.items():
         counts["stale_outputs"] += bool(tokens) and request_id in queued
         if tokens and request_id in planned:
-            counts["drafts"] += len(planned[request_id])
             counts["rejected_drafts"] += len(planned[request_id]) + 1 - len(tokens)
-    counts["stops"] += sum(result.finish_reason is not None for result in driven.outputs)
 
 
 def compare(
@@ -213,7 +205,7 @@ def compare(
     configs = (config.scheduler, config.cache, config.speculative)
     lockstep = Lockstep(expected.make_scheduler(*configs), attempt(got.make_scheduler, *configs))
     for driven in drive(lockstep, workload, config):
-        count(driven, lockstep, tally.counts)
+        count(driven, lockstep, tally)
         tally.steps += 1
         tally.tokens += sum(len(result.new_token_ids) for result in driven.outputs)
         if keep:
@@ -255,10 +247,10 @@ SUITE = Suite(
     sizes={"quick": 300, "standard": 3_000, "full": 30_000},
     must_reach=(
         "preemptions",
-        "resumes",
+        "resumptions",
         "prefix_hits",
         "evictions",
-        "chunks",
+        "split_prompts",
         "padded_admissions",
         "rejected_drafts",
         "blocked_heads",
