@@ -79,14 +79,15 @@ def load(path: str | Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        size = file.stat().st_size
-        if size > _MAX_JSON_BYTES:
-            raise CheckpointError(f"{file}: {size} bytes, more than {_MAX_JSON_BYTES}")
-        document = json.loads(file.read_bytes())
+        with file.open("rb") as stream:
+            text = stream.read(_MAX_JSON_BYTES + 1)
+        document = json.loads(text) if len(text) <= _MAX_JSON_BYTES else None
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not JSON: {error}") from None
+    if len(text) > _MAX_JSON_BYTES:
+        raise CheckpointError(f"{file}: more than {_MAX_JSON_BYTES} bytes")
     if not isinstance(document, dict):
         raise CheckpointError(f"{file}: a JSON {type(document).__name__}, not an object")
     return document
@@ -106,12 +107,12 @@ def _locate(folder: Path) -> dict[str, tuple[Path, str]]:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{index}: no object 'weight_map'")
-        files = dict.fromkeys(weight_map.values())
-        for file in files:
-            if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{index}: shard {file!r} is not the name of a file")
+        for shard in weight_map.values():
+            if not isinstance(shard, str) or Path(shard).name != shard:
+                raise CheckpointError(f"{index}: shard {shard!r} is not the name of a file")
+        files = list(dict.fromkeys(weight_map.values()))
     else:
-        files = {_SINGLE: None}
+        files = [_SINGLE]
     where: dict[str, tuple[Path, str]] = {}
     for file_name in files:
         file = folder / file_name

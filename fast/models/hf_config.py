@@ -34,6 +34,7 @@ _SIZES = (
 )
 # Larger sizes than any real model's would only serve to exhaust memory.
 _MAX_SIZE = 1 << 24
+_MAX_NUMBER = 1e30
 
 
 def model_config(document: Mapping[str, Any], max_layers: int) -> ModelConfig:
@@ -88,8 +89,12 @@ def _integer(source: Mapping[str, Any], key: str, default: int | None = None) ->
 
 def _number(source: Mapping[str, Any], key: str, default: float) -> float:
     value = source.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ConfigError(key, value, "a number")
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not abs(value) < _MAX_NUMBER
+    ):
+        raise ConfigError(key, value, "a finite number")
     return float(value)
 
 
@@ -98,13 +103,18 @@ def _layer_types(text: Mapping[str, Any], max_layers: int) -> tuple[LayerType, .
     if given is not None:
         if not isinstance(given, list) or not all(isinstance(kind, str) for kind in given):
             raise ConfigError("layer_types", given, "a list of names")
+        _check_count("len(layer_types)", len(given), max_layers)
         return cast(tuple[LayerType, ...], tuple(given))
     count = _integer(text, "num_hidden_layers")
-    require(count <= max_layers, "num_hidden_layers", count, "no more than the files have layers")
+    _check_count("num_hidden_layers", count, max_layers)
     interval = _integer(text, "full_attention_interval", 4)
     return tuple(
         "linear_attention" if (index + 1) % interval else "full_attention" for index in range(count)
     )
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    require(count <= most, name, count, f"at most {most}, the parameters in the files")
 
 
 def _rope(text: Mapping[str, Any]) -> RopeConfig:
