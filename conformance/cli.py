@@ -179,6 +179,45 @@ def shrink(
 
 
 @main.command()
+@click.option("--python", required=True, help="Interpreter of the environment that has vLLM.")
+@click.option("--impl", "names", multiple=True, help="Held against it; repeat. Both if left out.")
+@click.option("--steps", default=200_000, show_default=True, help="Steps to compare at least.")
+@click.option("--seed", default=0, show_default=True, help="Of the first round.")
+@click.option(
+    "--out",
+    type=_PATH,
+    default=Path("servespec-cases"),
+    show_default=True,
+    help="Folder for failing cases.",
+)
+def matrix(python: str, names: tuple[str, ...], steps: int, seed: int, out: Path) -> None:
+    """Hold schedulers against the real vLLM over every combination of switches."""
+    from servespec.conformance.adapters.loading import load, load_vllm
+    from servespec.conformance.matrix import run_matrix
+    from servespec.conformance.report.matrix import show_matrix
+
+    loaded: list[Any] = [load(name) for name in names or ("reference", "fast")]
+    with load_vllm(python) as vllm:
+        results = run_matrix(vllm, loaded, steps=steps, seed=seed, case_folder=out)
+        ok = show_matrix(results, steps, Console())
+    raise SystemExit(0 if ok else 1)
+
+
+@main.command()
+@click.option("--python", required=True, help="Interpreter of the environment that has vLLM.")
+@click.option("--seeds", default=2, show_default=True, help="Cases of each combination.")
+@click.argument("folder", type=_PATH)
+def record(python: str, seeds: int, folder: Path) -> None:
+    """Record the real vLLM over every combination of switches into trace files."""
+    from servespec.conformance.adapters.loading import load_vllm
+    from servespec.conformance.matrix import record_matrix
+
+    with load_vllm(python) as vllm, Console(stderr=True).status("recording"):
+        for path in record_matrix(vllm, folder, range(seeds)):
+            click.echo(f"{path}  {path.stat().st_size:,} bytes")
+
+
+@main.command()
 def implementations() -> None:
     """List the implementations known by name."""
     from servespec.conformance.adapters.loading import BUILT_IN

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.adapters.process import ProcessImplementation
 from servespec.conformance.verdicts import attempt
 
-__all__ = ["BUILT_IN", "FACTORIES", "LoadingError", "load", "offers"]
+__all__ = ["BUILT_IN", "FACTORIES", "LoadingError", "load", "load_vllm", "offers"]
 
 BUILT_IN = {
     "fast": "the fast path of this package (torch)",
@@ -53,14 +54,30 @@ def load(name: str, python: str | None = None) -> object:
 
         return ReferenceImplementation()
     if name == "vllm":
-        from servespec.conformance.adapters.vllm import vllm_implementation
-
         if python is None:
             raise LoadingError("--impl vllm needs --python, the interpreter that has vLLM")
-        if not Path(python).is_file():
-            raise LoadingError(f"--python {python}: no such file")
-        return vllm_implementation(python)
+        return load_vllm(python)
     return _import(name)
+
+
+def load_vllm(python: str) -> ProcessImplementation:
+    """Return vLLM's scheduler in a process of its own.
+
+    Parameters
+    ----------
+    python : str
+        Interpreter of the environment that vLLM lives in.
+
+    Raises
+    ------
+    LoadingError
+        If there is no such interpreter.
+    """
+    from servespec.conformance.adapters.vllm import vllm_implementation
+
+    if not Path(python).is_file():
+        raise LoadingError(f"--python {python}: no such file")
+    return vllm_implementation(python)
 
 
 def offers(implementation: object) -> tuple[str, ...]:

@@ -1,0 +1,104 @@
+"""What a person sees of a run over the matrix: a bar, then a table by layout and the counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from servespec.conformance.matrix import MatrixResult
+from servespec.conformance.report.result import Failure
+from servespec.conformance.report.terminal import failure_text
+from servespec.conformance.verdicts import CaseResult
+from servespec.conformance.workloads.scheduling import LAYOUTS, Layout, matrix
+
+__all__ = ["show_matrix"]
+
+
+@dataclass(slots=True)
+class _Sum:
+    cases: int = 0
+    steps: int = 0
+    tokens: int = 0
+    diverged: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: CaseResult) -> None:
+        self.cases += 1
+        self.steps += result.steps
+        self.tokens += result.tokens
+        self.diverged += result.divergence is not None
+        self.counts.update(result.counts)
+
+
+def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -> bool:
+    """Run over the matrix and print what it shows.
+
+    Parameters
+    ----------
+    results : iterable of MatrixResult
+        As `run_matrix` yields them.
+    steps : int
+        Steps asked for, for the bar.
+    console : Console
+
+    Returns
+    -------
+    bool
+        Whether everything agreed.
+    """
+    sums: dict[tuple[Layout, str], _Sum] = {}
+    combinations = set()
+    live = Console(stderr=True)
+    progress = Progress(
+        TextColumn("matrix"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:,} of {task.total:,} steps"),
+        TimeElapsedColumn(),
+        console=live,
+        disable=not live.is_terminal,
+    )
+    with progress:
+        bar = progress.add_task("", total=steps)
+        for found in results:
+            combinations.add(found.combination)
+            for name, result in found.results.items():
+                sums.setdefault((found.combination.layout, name), _Sum()).add(result)
+                if result.divergence is not None:
+                    progress.console.print(f"{name}: {found.combination}, seed {found.seed}")
+                    progress.console.print(failure_text(Failure.of("scheduling", result, None)))
+            progress.advance(bar, max((r.steps for r in found.results.values()), default=0))
+    _print_tables(sums, len(combinations), console)
+    return not any(total.diverged for total in sums.values())
+
+
+def _print_tables(
+    sums: dict[tuple[Layout, str], _Sum], combinations: int, console: Console
+) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("layout", "implementation"):
+        table.add_column(column)
+    for column in ("cases", "steps", "tokens", "diverged"):
+        table.add_column(column, justify="right")
+    for (layout, name), total in sorted(sums.items(), key=lambda item: LAYOUTS.index(item[0][0])):
+        numbers = (total.cases, total.steps, total.tokens, total.diverged)
+        table.add_row(layout, name, *(f"{number:,}" for number in numbers))
+    console.print(table)
+    console.print(f"{combinations} of {len(matrix())} combinations of switches")
+    names = sorted({name for _, name in sums})
+    if not names:
+        return
+    by_layout = {layout: sums.get((layout, names[0]), _Sum()).counts for layout in LAYOUTS}
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("how often")
+    for layout in LAYOUTS:
+        table.add_column(layout, justify="right")
+    for what in sorted({what for counts in by_layout.values() for what in counts}):
+        table.add_row(
+            what.replace("_", " "), *(f"{counts[what]:,}" for counts in by_layout.values())
+        )
+    console.print(table)
