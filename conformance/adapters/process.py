@@ -16,8 +16,8 @@ import subprocess
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -35,8 +35,11 @@ from servespec.reference.contracts import (
     SpeculativeConfig,
 )
 
-__all__ = ["LineProcess", "ProcessImplementation", "ProcessScheduler"]
+__all__ = ["LineProcess", "Peer", "ProcessImplementation", "ProcessScheduler", "RemoteScheduler"]
 
+P = TypeVar("P", bound="Peer")
+R = TypeVar("R")
+S = TypeVar("S")
 T = TypeVar("T")
 
 _CHUNK = 1 << 16
@@ -223,12 +226,73 @@ def _printable(line: bytes) -> str:
     return "".join(c if c.isprintable() else "?" for c in text.rstrip())
 
 
-class ProcessScheduler:
-    """A scheduler behind the line protocol, used like any other.
+class RemoteScheduler(Generic[S]):
+    """Calls on one scheduler behind the line protocol.
 
     Calls that return nothing wait for the next that returns something, and once a caller has
     asked for a snapshot, one comes along with every later answer: most steps of a comparison cost
     two lines.
+
+    Parameters
+    ----------
+    process : LineProcess
+    handle : int
+    opening : Call
+        Makes the scheduler.
+    asking : Call
+        Asks for a snapshot.
+    kind : type
+        Of a snapshot.
+    """
+
+    def __init__(
+        self,
+        process: LineProcess,
+        handle: int,
+        opening: protocol.Call,
+        asking: protocol.Call,
+        kind: type[S],
+    ) -> None:
+        self._process = process
+        self._handle = handle
+        self._asking = asking
+        self._kind = kind
+        self._waiting: list[protocol.Call] = [opening]
+        self._snapshot: S | None = None
+        self._wants_snapshots = False
+
+    def snapshot(self) -> S:
+        """Return the state as far as checks compare it."""
+        if self._snapshot is None:
+            self._wants_snapshots = True
+            self._snapshot = self._now(self._asking, self._kind)
+        return self._snapshot
+
+    def _later(self, call: protocol.Call) -> None:
+        self._waiting.append(call)
+        self._snapshot = None
+
+    def _now(self, call: protocol.Call, kind: type[T]) -> T:
+        calls = [*self._waiting, call]
+        along = self._wants_snapshots and call is not self._asking
+        if along:
+            calls.append(self._asking)
+        self._waiting.clear()
+        self._snapshot = None
+        results = exchange(self._process, self._handle, calls)
+        try:
+            result = protocol.decode_result(results[-2 if along else -1], kind)
+            if along:
+                self._snapshot = protocol.decode_result(results[-1], self._kind)
+        except msgspec.DecodeError as error:
+            raise self._process.failed(
+                f"answered {_name(call)} with what is no answer: {error}"
+            ) from error
+        return result
+
+
+class ProcessScheduler(RemoteScheduler[SchedulerSnapshot]):
+    """A scheduler behind the line protocol, used like any other.
 
     Parameters
     ----------
@@ -246,15 +310,12 @@ class ProcessScheduler:
         cache: CacheConfig,
         speculative: SpeculativeConfig | None,
     ) -> None:
-        self._process = process
-        self._handle = handle
+        opening = protocol.Open(scheduler, cache, speculative)
+        super().__init__(process, handle, opening, protocol.Snapshot(), SchedulerSnapshot)
         self._num_groups = len(cache.groups)
         self._known: set[str] = set()
         self._steps = itertools.count()
         self._outputs: deque[tuple[int, SchedulerOutput]] = deque()
-        self._waiting: list[protocol.Call] = [protocol.Open(scheduler, cache, speculative)]
-        self._snapshot: SchedulerSnapshot | None = None
-        self._wants_snapshots = False
 
     def add_request(self, request: Request) -> None:
         """Queue a request."""
@@ -303,35 +364,6 @@ class ProcessScheduler:
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all prefix hashes."""
         return self._now(protocol.ResetPrefixCache(reset_running_requests), bool)
-
-    def snapshot(self) -> SchedulerSnapshot:
-        """Return the state as far as checks compare it."""
-        if self._snapshot is None:
-            self._wants_snapshots = True
-            self._snapshot = self._now(protocol.Snapshot(), SchedulerSnapshot)
-        return self._snapshot
-
-    def _later(self, call: protocol.Call) -> None:
-        self._waiting.append(call)
-        self._snapshot = None
-
-    def _now(self, call: protocol.Call, kind: type[T]) -> T:
-        calls = [*self._waiting, call]
-        along = self._wants_snapshots and not isinstance(call, protocol.Snapshot)
-        if along:
-            calls.append(protocol.Snapshot())
-        self._waiting.clear()
-        self._snapshot = None
-        results = exchange(self._process, self._handle, calls)
-        try:
-            result = protocol.decode_result(results[-2 if along else -1], kind)
-            if along:
-                self._snapshot = protocol.decode_result(results[-1], SchedulerSnapshot)
-        except msgspec.DecodeError as error:
-            raise self._process.failed(
-                f"answered {_name(call)} with what is no answer: {error}"
-            ) from error
-        return result
 
     def _validate(self, output: SchedulerOutput) -> None:
         """Refuse a plan that the rest of a step could not even be asked about."""
@@ -403,8 +435,8 @@ def _name(call: protocol.Call) -> str:
     return str(type(call).__struct_config__.tag)
 
 
-class ProcessImplementation:
-    """An implementation whose schedulers live in one child process, started when first needed.
+class Peer:
+    """A child process that holds schedulers, started when first needed.
 
     Parameters
     ----------
@@ -468,19 +500,17 @@ class ProcessImplementation:
         self._process = process
         self._dropped.clear()
 
-    def make_scheduler(
-        self,
-        scheduler: SchedulerConfig,
-        cache: CacheConfig,
-        speculative: SpeculativeConfig | None = None,
-    ) -> ProcessScheduler:
-        """Return a fresh scheduler, in a fresh process if the last one failed."""
+    def open(self, make: Callable[[LineProcess, int], R]) -> R:
+        """Return what `make` makes of the process and a fresh handle, closed with its last use.
+
+        The process is a fresh one if the last one failed.
+        """
         self.start()
         assert self._process is not None
         while self._dropped:
             exchange(self._process, self._dropped.pop(), [protocol.Close()])
         handle = next(self._handles)
-        made = ProcessScheduler(self._process, handle, scheduler, cache, speculative)
+        made = make(self._process, handle)
         weakref.finalize(made, self._forget, self._process, handle)
         return made
 
@@ -494,8 +524,23 @@ class ProcessImplementation:
             self._process.close()
             self._process = None
 
-    def __enter__(self) -> ProcessImplementation:
+    def __enter__(self: P) -> P:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+class ProcessImplementation(Peer):
+    """An implementation whose schedulers live in one child process; parameters as for `Peer`."""
+
+    def make_scheduler(
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        speculative: SpeculativeConfig | None = None,
+    ) -> ProcessScheduler:
+        """Return a fresh scheduler, in a fresh process if the last one failed."""
+        return self.open(
+            lambda process, handle: ProcessScheduler(process, handle, scheduler, cache, speculative)
+        )

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
+from servespec.conformance.adapters.v0_protocol import V0Call
 from servespec.reference.contracts import (
     CacheConfig,
     PauseState,
@@ -129,6 +130,7 @@ Call = (
     | ResetPrefixCache
     | Snapshot
     | Close
+    | V0Call
 )
 
 

@@ -14,12 +14,15 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 import msgspec
 
-from servespec.conformance.adapters import protocol
+from servespec.conformance.adapters import protocol, v0_protocol
 from servespec.conformance.adapters.base import SchedulerFactory, SchedulerUnderTest
+from servespec.conformance.adapters.v0_base import V0SchedulerFactory
+from servespec.conformance.adapters.v0_server import V0Session
 from servespec.reference.contracts import SchedulerOutput
 
 __all__ = ["serve"]
@@ -67,10 +70,10 @@ class _Session:
 class _Server:
     """All open schedulers of one implementation."""
 
-    def __init__(self, implementation: SchedulerFactory, version: str) -> None:
+    def __init__(self, implementation: SchedulerFactory | V0SchedulerFactory, version: str) -> None:
         self.implementation = implementation
         self.version = version
-        self.sessions: dict[int, _Session] = {}
+        self.sessions: dict[int, _Session | V0Session] = {}
 
     def answer(self, text: bytes) -> protocol.Reply:
         """Make the calls of one line, up to the first that fails."""
@@ -103,7 +106,14 @@ class _Server:
                 )
             case protocol.Open():
                 self.sessions[handle] = _Session(
-                    self.implementation.make_scheduler(call.scheduler, call.cache, call.speculative)
+                    _offered(self.implementation, "make_scheduler")(
+                        call.scheduler, call.cache, call.speculative
+                    )
+                )
+                return None
+            case v0_protocol.OpenV0():
+                self.sessions[handle] = V0Session(
+                    _offered(self.implementation, "make_v0_scheduler")(call.scheduler, call.cache)
                 )
                 return None
             case protocol.Close():
@@ -113,8 +123,17 @@ class _Server:
                 return self.sessions[handle].call(call)
 
 
+def _offered(implementation: object, factory: str) -> Callable[..., Any]:
+    offered: Callable[..., Any] | None = getattr(implementation, factory, None)
+    if offered is None:
+        raise ValueError(f"this implementation has no {factory}")
+    return offered
+
+
 def serve(
-    implementation: SchedulerFactory, version: str = "", reader: BinaryIO | None = None
+    implementation: SchedulerFactory | V0SchedulerFactory,
+    version: str = "",
+    reader: BinaryIO | None = None,
 ) -> None:
     """Answer lines on standard input until it ends.
 
@@ -123,7 +142,7 @@ def serve(
 
     Parameters
     ----------
-    implementation : SchedulerFactory
+    implementation : SchedulerFactory or V0SchedulerFactory
     version : str
         Told to the checker.
     reader : binary file, optional

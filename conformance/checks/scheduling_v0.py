@@ -1,0 +1,292 @@
+"""Suite ``scheduling-v0``: the legacy scheduler's every decision beside the reference's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from servespec.conformance.adapters.v0_base import V0SchedulerFactory, V0SchedulerUnderTest
+from servespec.conformance.compare import expect_equal
+from servespec.conformance.verdicts import Tally, attempt
+from servespec.conformance.workloads.scheduling_v0 import (
+    PretendSampler,
+    V0Case,
+    V0Step,
+    V0Workload,
+)
+from servespec.reference.contracts import FinishReason
+from servespec.reference.contracts.v0 import (
+    SequenceGroupOutput,
+    SequenceGroupRequest,
+    SequenceSample,
+    V0SchedulerOutput,
+    V0SchedulingError,
+    V0Snapshot,
+)
+
+__all__ = ["V0Lockstep", "V0StepTaken", "compare_v0", "count_v0", "drive_v0"]
+
+_PATIENCE = 6
+_NO_EVENTS = V0Step()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class V0StepTaken:
+    """One step of a driven scheduler.
+
+    Attributes
+    ----------
+    events : V0Step
+    before, planned, after : V0Snapshot
+        The state before the plan, after it, and after its samples.
+    output : V0SchedulerOutput or None
+        None if the scheduler gave up.
+    error : V0SchedulingError or None
+        Why it gave up.
+    sampled : mapping of str to tuple of SequenceSample
+    outputs : tuple of SequenceGroupOutput
+    """
+
+    events: V0Step
+    before: V0Snapshot
+    planned: V0Snapshot
+    after: V0Snapshot
+    output: V0SchedulerOutput | None = None
+    error: V0SchedulingError | None = None
+    sampled: Mapping[str, tuple[SequenceSample, ...]]
+    outputs: tuple[SequenceGroupOutput, ...] = ()
+
+
+def drive_v0(scheduler: V0SchedulerUnderTest, workload: V0Workload) -> Iterator[V0StepTaken]:
+    """Run a workload on a scheduler, step by step.
+
+    Parameters
+    ----------
+    scheduler : V0SchedulerUnderTest
+        Fresh; what it returns decides what is sampled.
+    workload : V0Workload
+
+    Yields
+    ------
+    V0StepTaken
+        After each step. The run ends when all requests have, after `V0Workload.max_steps` steps,
+        when V0 gives up, or when nothing has happened for a while (a head that never fits).
+    """
+    sampler = PretendSampler(workload)
+    clock = workload.start
+    idle = 0
+    for step in range(workload.max_steps):
+        events = workload.steps[step] if step < len(workload.steps) else _NO_EVENTS
+        clock += events.elapsed
+        for request in events.add:
+            scheduler.add_seq_group(request)
+        if events.abort:
+            scheduler.abort_seq_group(events.abort)
+        before = scheduler.snapshot()
+        try:
+            output = scheduler.schedule(clock)
+        except V0SchedulingError as error:
+            yield V0StepTaken(
+                events=events, before=before, planned=before, after=before, error=error, sampled={}
+            )
+            return
+        planned = scheduler.snapshot()
+        sampled = sampler.sample(output)
+        outputs = scheduler.update_from_output(output, sampled)
+        after = scheduler.snapshot()
+        yield V0StepTaken(
+            events=events,
+            before=before,
+            planned=planned,
+            after=after,
+            output=output,
+            sampled=sampled,
+            outputs=outputs,
+        )
+        happened = output.scheduled_seq_groups or output.ignored_request_ids or output.preempted
+        idle = 0 if happened else idle + 1
+        left = after.waiting or after.running or after.swapped
+        if step + 1 >= len(workload.steps) and (not left or idle >= _PATIENCE):
+            return
+
+
+class V0Lockstep:
+    """Two V0 schedulers that are told the same; every answer and every state is compared.
+
+    Parameters
+    ----------
+    expected, got : V0SchedulerUnderTest
+        The first decides what the caller sees.
+
+    Raises
+    ------
+    DivergedError, ImplementationFailed
+        From any call.
+
+    Attributes
+    ----------
+    step : int
+        Steps planned so far.
+    """
+
+    def __init__(self, expected: V0SchedulerUnderTest, got: V0SchedulerUnderTest) -> None:
+        self._expected = expected
+        self._got = got
+        self._planned: tuple[V0SchedulerOutput, V0SchedulerOutput] | None = None
+        self._snapshot = expected.snapshot()
+        self.step = 0
+
+    def add_seq_group(self, request: SequenceGroupRequest) -> None:
+        """Queue a request."""
+        self._expected.add_seq_group(request)
+        attempt(self._got.add_seq_group, request)
+
+    def abort_seq_group(self, request_ids: Sequence[str]) -> None:
+        """End requests from outside."""
+        self._expected.abort_seq_group(request_ids)
+        attempt(self._got.abort_seq_group, request_ids)
+
+    def schedule(self, now: float) -> V0SchedulerOutput:
+        """Plan one step and compare the plans, or why there is none."""
+        expected = _plan(self._expected, now)
+        got = attempt(_plan, self._got, now)
+        self.step += 1
+        if isinstance(expected, V0SchedulingError) or isinstance(got, V0SchedulingError):
+            expect_equal(_rule(expected), _rule(got), "gives_up", step=self.step - 1)
+            assert isinstance(expected, V0SchedulingError)
+            raise expected
+        self._compare(expected, got, "output")
+        self._compare_snapshots("schedule")
+        self._planned = (expected, got)
+        return expected
+
+    def update_from_output(
+        self, output: V0SchedulerOutput, sampled: Mapping[str, tuple[SequenceSample, ...]]
+    ) -> tuple[SequenceGroupOutput, ...]:
+        """Take in samples and compare what they gave."""
+        assert self._planned is not None
+        ours, theirs = self._planned
+        expected = self._expected.update_from_output(ours, sampled)
+        got = attempt(self._got.update_from_output, theirs, sampled)
+        self._compare(expected, got, "outputs")
+        self._compare_snapshots("update_from_output")
+        return expected
+
+    def snapshot(self) -> V0Snapshot:
+        """Return the state after the last call that was compared."""
+        return self._snapshot
+
+    def _compare_snapshots(self, call: str) -> None:
+        self._snapshot = self._expected.snapshot()
+        self._compare(self._snapshot, attempt(self._got.snapshot), f"snapshot after {call}")
+
+    def _compare(self, expected: object, got: object, field: str) -> None:
+        # Equality is cheap and nearly always holds; it ignores the order of mappings, which no
+        # V0 record has a meaning for.
+        if type(expected) is not type(got) or expected != got:
+            expect_equal(expected, got, field, step=self.step - 1)
+
+
+def _plan(scheduler: V0SchedulerUnderTest, now: float) -> V0SchedulerOutput | V0SchedulingError:
+    try:
+        return scheduler.schedule(now)
+    except V0SchedulingError as error:
+        return error
+
+
+def _rule(plan: V0SchedulerOutput | V0SchedulingError) -> str | None:
+    return plan.rule if isinstance(plan, V0SchedulingError) else None
+
+
+def count_v0(taken: V0StepTaken, counts: Counter[str]) -> None:
+    """Count what a step did.
+
+    Parameters
+    ----------
+    taken : V0StepTaken
+    counts : Counter
+        Gains, by what is scheduled, ``prefills``, ``resumed_prefills`` (of recomputed groups),
+        ``unfinished_chunks``, ``decodes``, ``forked_decodes``, ``mixed_batches``, ``sat_out``
+        (running groups the budget did not reach), ``blocked_heads`` (steps with waiting groups
+        and no prefill), ``negative_chunks`` (after an overrun budget), ``idle_steps``; by what
+        moves, ``recomputes``, ``swap_outs``, ``swap_ins``, ``moved_blocks``, ``copied_blocks``,
+        ``lookahead_steps``, ``leaked_blocks`` (held by no sequence); by what ends, ``aborts``,
+        ``ignored_prompts``, ``ignored_swapped``, ``ended_by_stop``, ``ended_by_length``; ``forks``
+        and ``dropped_beams``; and ``gave up: RULE``.
+    """
+    counts["aborts"] += len(taken.events.abort)
+    if taken.error is not None:
+        counts[f"gave up: {taken.error.rule}"] += 1
+    output = taken.output
+    if output is None:
+        return
+    before, planned, groups = taken.before, taken.planned, output.scheduled_seq_groups
+    for group in groups:
+        seqs = planned.sequences[group.request_id]
+        if group.is_prompt:
+            counts["prefills"] += 1
+            counts["resumed_prefills"] += bool(seqs[0].output_token_ids)
+            counts["unfinished_chunks"] += not group.do_sample
+        else:
+            counts["decodes"] += 1
+            counts["forked_decodes"] += len(group.block_tables) > 1
+        counts["negative_chunks"] += group.token_chunk_size < 0
+    counts["mixed_batches"] += 0 < output.num_prefill_groups < len(groups)
+    counts["sat_out"] += len(planned.running) - len(groups)
+    counts["blocked_heads"] += bool(before.waiting) and output.num_prefill_groups == 0
+    counts["idle_steps"] += not groups
+    was_running, was_swapped = set(before.running), set(before.swapped)
+    counts["recomputes"] += len(was_running.intersection(planned.waiting))
+    counts["swap_outs"] += len(was_running.intersection(planned.swapped))
+    counts["swap_ins"] += len(was_swapped.intersection(planned.running))
+    counts["moved_blocks"] += len(output.blocks_to_swap_in) + len(output.blocks_to_swap_out)
+    counts["copied_blocks"] += len(output.blocks_to_copy)
+    counts["lookahead_steps"] += output.num_lookahead_slots > 0
+    held = {block for table in planned.gpu_block_tables.values() for block in table}
+    counts["leaked_blocks"] += len(planned.gpu_ref_counts) - len(planned.free_gpu_blocks) > len(
+        held
+    )
+    ignored = was_swapped.intersection(output.ignored_request_ids)
+    counts["ignored_swapped"] += len(ignored)
+    counts["ignored_prompts"] += len(output.ignored_request_ids) - len(ignored)
+    for result in taken.outputs:
+        parents = {item.parent_seq_id for item in result.outputs}
+        counts["forks"] += len(result.outputs) - len(parents)
+        for item in result.outputs:
+            counts["ended_by_length"] += item.finish_reason is FinishReason.LENGTH
+            counts["ended_by_stop"] += item.finish_reason is FinishReason.STOP
+    for group in groups:
+        if group.do_sample:
+            parents = {sample.parent_seq_id for sample in taken.sampled[group.request_id]}
+            counts["dropped_beams"] += len(group.block_tables) - len(parents)
+
+
+def compare_v0(
+    case: V0Case, expected: V0SchedulerFactory, got: V0SchedulerFactory, tally: Tally
+) -> None:
+    """Run a case on two implementations in lockstep.
+
+    Parameters
+    ----------
+    case : V0Case
+    expected, got : V0SchedulerFactory
+        The first is held to be right.
+    tally : Tally
+        Counts what happened.
+
+    Raises
+    ------
+    DivergedError
+        At the first difference.
+    ImplementationFailed
+        If `got` fails.
+    """
+    lockstep = V0Lockstep(
+        expected.make_v0_scheduler(case.scheduler, case.cache),
+        attempt(got.make_v0_scheduler, case.scheduler, case.cache),
+    )
+    for taken in drive_v0(lockstep, case.workload):
+        count_v0(taken, tally.counts)
+        tally.steps += 1
+        tally.tokens += sum(len(result.outputs) for result in taken.outputs)

@@ -1,0 +1,311 @@
+"""Random cases for the legacy V0 scheduler: small pools, tight budgets, forks, swaps, aborts.
+
+A case is a `V0Combination` of switches and a seed that a plain generator expands, so that any two
+integers give a case: ``make_v0_case(v0_matrix()[i], seed)`` needs no Hypothesis.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass
+from functools import cache
+
+from hypothesis import strategies as st
+
+from servespec.reference.contracts import SamplingParams, require
+from servespec.reference.contracts.v0 import (
+    PreemptionMode,
+    SequenceGroupRequest,
+    SequenceSample,
+    V0CacheConfig,
+    V0SchedulerConfig,
+    V0SchedulerOutput,
+)
+
+__all__ = [
+    "PretendSampler",
+    "V0Case",
+    "V0Combination",
+    "V0Step",
+    "V0Workload",
+    "make_v0_case",
+    "v0_cases",
+    "v0_matrix",
+]
+
+_START = 1000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class V0Step:
+    """What happens before one step is planned.
+
+    Attributes
+    ----------
+    elapsed : float
+        Seconds since the step before.
+    add : tuple of SequenceGroupRequest
+    abort : tuple of str
+        Ids aborted together.
+    """
+
+    elapsed: float = 1.0
+    add: tuple[SequenceGroupRequest, ...] = ()
+    abort: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.elapsed >= 0.0, "V0Step.elapsed", self.elapsed, "at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class V0Workload:
+    """Steps with events, followed by steps without any until all requests ended.
+
+    Attributes
+    ----------
+    steps : tuple of V0Step
+    start : float
+        Seconds on the clock before the first step.
+    max_steps : int
+        Steps after which a run ends in any case.
+    token_seed : int
+        Samples are a pure function of it, the request and how often the request sampled.
+    num_token_ids : int
+        Samples are below this number.
+    churn : float
+        How often, in [0, 1], a beam search drops beams for forks of others; other groups do so
+        ten times less often.
+    """
+
+    steps: tuple[V0Step, ...]
+    start: float = _START
+    max_steps: int = 200
+    token_seed: int = 0
+    num_token_ids: int = 50
+    churn: float = 0.3
+
+    def __post_init__(self) -> None:
+        name = "V0Workload"
+        require(self.max_steps >= 1, f"{name}.max_steps", self.max_steps, "at least 1")
+        require(self.num_token_ids >= 2, f"{name}.num_token_ids", self.num_token_ids, "at least 2")
+        require(0.0 <= self.churn <= 1.0, f"{name}.churn", self.churn, "in [0, 1]")
+
+    @property
+    def requests(self) -> tuple[SequenceGroupRequest, ...]:
+        """All requests in order of arrival."""
+        return tuple(request for step in self.steps for request in step.add)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class V0Case:
+    """A V0 scheduler and what is done to it."""
+
+    scheduler: V0SchedulerConfig
+    cache: V0CacheConfig
+    workload: V0Workload
+
+
+class PretendSampler:
+    """Samples for the groups of a plan, as a model and a sampler would return them.
+
+    A group forks to its full width at its first token. Later every running sequence gets one
+    token, except that a beam search, and more seldom any other group, may drop some and fork
+    others.
+
+    Parameters
+    ----------
+    workload : V0Workload
+    """
+
+    def __init__(self, workload: V0Workload) -> None:
+        self._workload = workload
+        self._requests = {request.request_id: request for request in workload.requests}
+        self._times_sampled: dict[str, int] = {}
+
+    def sample(self, output: V0SchedulerOutput) -> dict[str, tuple[SequenceSample, ...]]:
+        """Return samples of every scheduled group that is to sample."""
+        return {
+            group.request_id: self._sample(group.request_id, tuple(group.block_tables))
+            for group in output.scheduled_seq_groups
+            if group.do_sample
+        }
+
+    def _sample(self, request_id: str, parents: tuple[int, ...]) -> tuple[SequenceSample, ...]:
+        request = self._requests[request_id]
+        times = self._times_sampled.get(request_id, 0)
+        self._times_sampled[request_id] = times + 1
+        chance = random.Random(f"{self._workload.token_seed} {request_id} {times}")
+        if times == 0:
+            chosen = parents * request.best_of
+        elif chance.random() < self._workload.churn * (1.0 if request.use_beam_search else 0.1):
+            chosen = tuple(sorted(chance.choices(parents, k=len(parents))))
+        else:
+            chosen = parents
+        return tuple(
+            SequenceSample(
+                parent_seq_id=parent, token_id=chance.randrange(self._workload.num_token_ids)
+            )
+            for parent in chosen
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class V0Combination:
+    """The switches whose every combination is checked.
+
+    Attributes
+    ----------
+    enable_chunked_prefill : bool
+        The chunked policy instead of the default one.
+    preemption_mode : {"swap", "recompute"} or None
+    widest : int
+        Largest `SequenceGroupRequest.best_of`.
+    use_v2_block_manager : bool
+    """
+
+    enable_chunked_prefill: bool = False
+    preemption_mode: PreemptionMode | None = None
+    widest: int = 1
+    use_v2_block_manager: bool = False
+
+    def __str__(self) -> str:
+        return ", ".join(
+            (
+                "chunked" if self.enable_chunked_prefill else "default",
+                self.preemption_mode or "either preemption",
+                f"best of {self.widest}",
+                f"block manager {2 if self.use_v2_block_manager else 1}",
+            )
+        )
+
+
+@cache
+def v0_matrix() -> tuple[V0Combination, ...]:
+    """Return every combination, 36 of them."""
+    return tuple(
+        V0Combination(
+            enable_chunked_prefill=chunked,
+            preemption_mode=mode,
+            widest=widest,
+            use_v2_block_manager=newer,
+        )
+        for newer, widest, mode, chunked in itertools.product(
+            (False, True), (1, 2, 3), _MODES, (False, True)
+        )
+    )
+
+
+_MODES: tuple[PreemptionMode | None, ...] = (None, "swap", "recompute")
+
+
+@st.composite
+def v0_cases(draw: st.DrawFn, chunk_alignment: int = 1) -> V0Case:
+    """Return cases of every combination.
+
+    Parameters
+    ----------
+    chunk_alignment : int
+        Of the scheduler; vLLM 0.5.1 knows only 1.
+    """
+    combination = v0_matrix()[draw(st.integers(0, len(v0_matrix()) - 1))]
+    return make_v0_case(combination, draw(st.integers(0, 2**32 - 1)), chunk_alignment)
+
+
+def make_v0_case(combination: V0Combination, seed: int, chunk_alignment: int = 1) -> V0Case:
+    """Expand a combination and a seed.
+
+    Parameters
+    ----------
+    combination : V0Combination
+    seed : int
+        Decides all else; equal arguments give equal cases on every machine.
+    chunk_alignment : int
+        Of the scheduler.
+    """
+    rng = random.Random(f"{combination} {seed}")
+    block_size = rng.choice((1, 2, 3, 4, 4, 4, 8))
+    max_model_len = rng.choice((rng.randint(4, 24), rng.randint(24, 64)))
+    scheduler = _scheduler_config(combination, max_model_len, chunk_alignment, rng)
+    longest = -(-max_model_len // block_size)
+    most = rng.choice((longest + 1, 2 * longest + 2, 3 * longest + 6))
+    cache_config = V0CacheConfig(
+        num_gpu_blocks=rng.randint(max(1, most // 3), most),
+        num_cpu_blocks=rng.choice((longest, 3 * longest, 200, 200, 200)),
+        block_size=block_size,
+        watermark=rng.choice((0.0, 0.01, 0.01, 0.1, 0.25)),
+    )
+    workload = _workload(combination, scheduler, rng)
+    return V0Case(scheduler=scheduler, cache=cache_config, workload=workload)
+
+
+def _scheduler_config(
+    combination: V0Combination, max_model_len: int, chunk_alignment: int, rng: random.Random
+) -> V0SchedulerConfig:
+    max_num_seqs = rng.choice((rng.randint(1, 4), rng.randint(3, 12)))
+    budget = rng.choice((rng.randint(1, 16), rng.randint(8, 80)))
+    if not combination.enable_chunked_prefill:
+        budget = max(budget, max_model_len)
+    lookahead = rng.choice((0, 0, 1, 3, 9)) if combination.use_v2_block_manager else 0
+    return V0SchedulerConfig(
+        max_num_batched_tokens=max(budget, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=combination.enable_chunked_prefill,
+        preemption_mode=combination.preemption_mode,
+        delay_factor=rng.choice((0.0, 0.0, 0.0, 0.5, 2.0)),
+        use_v2_block_manager=combination.use_v2_block_manager,
+        num_lookahead_slots=lookahead,
+        chunk_alignment=chunk_alignment,
+    )
+
+
+def _workload(
+    combination: V0Combination, scheduler: V0SchedulerConfig, rng: random.Random
+) -> V0Workload:
+    # Siblings that finish at different times make V0 give up once they are recomputed, and forks
+    # in a pool where only recomputation is allowed as well, so neither happens in every case.
+    staggered = rng.random() < 0.4
+    widest = combination.widest if rng.random() < 0.8 else 1
+    steps: list[V0Step] = []
+    clock = _START
+    names: list[str] = []
+    for _ in range(rng.randint(1, 16)):
+        elapsed = rng.choice((0.0, 0.5, 1.0, 1.0, 4.0))
+        clock += elapsed
+        add = []
+        for _ in range(rng.choice((0, 1, 1, 2, 4))):
+            names.append(f"r{len(names)}")
+            add.append(_request(names[-1], clock, scheduler, widest, staggered, rng))
+        abort = rng.sample(names, min(len(names), 2)) if rng.random() < 0.06 else []
+        steps.append(V0Step(elapsed=elapsed, add=tuple(add), abort=tuple(abort)))
+    return V0Workload(steps=tuple(steps), token_seed=rng.randrange(2**32), num_token_ids=30)
+
+
+def _request(
+    name: str,
+    clock: float,
+    scheduler: V0SchedulerConfig,
+    widest: int,
+    staggered: bool,
+    rng: random.Random,
+) -> SequenceGroupRequest:
+    most = scheduler.max_model_len
+    length = rng.choice((rng.randint(1, 8), rng.randint(1, most)))
+    if rng.random() < 0.05:
+        length = most + rng.randint(0, 8)
+    best_of = rng.randint(1, widest)
+    max_tokens = rng.randint(1, 24)
+    return SequenceGroupRequest(
+        request_id=name,
+        prompt_token_ids=tuple(rng.randrange(30) for _ in range(length)),
+        sampling_params=SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.randint(0, max_tokens) if staggered else 0,
+            eos_token_id=3 if staggered and rng.random() < 0.5 else None,
+            stop_token_ids=(5, 7) if staggered and rng.random() < 0.5 else (),
+        ),
+        best_of=best_of,
+        use_beam_search=best_of > 1 and rng.random() < 0.3,
+        arrival_time=clock - rng.choice((0.0, 0.0, 0.0, 0.5, 3.0)),
+    )
