@@ -37,6 +37,8 @@ from servespec.reference.contracts import ModelConfig, StepRecord
 __all__ = ["SUITE", "apply_events", "check", "checked_record", "engine_pair"]
 
 _NO_EVENTS = WorkloadStep()
+_PATIENCE = 4
+"""Steps without a token after which nothing can change any more."""
 
 
 def engine_pair(case: Case, implementation: Any) -> tuple[EngineUnderTest, EngineUnderTest]:
@@ -85,10 +87,11 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
     model = model_of(case)
     reference, candidate = engine_pair(case, implementation)
     steps = case.workload.steps
+    idle = 0
     for number in range(case.workload.max_steps):
         events = steps[number] if number < len(steps) else _NO_EVENTS
         apply_events(events, reference, candidate, tally, number)
-        if number >= len(steps) and not reference.has_unfinished_requests():
+        if number >= len(steps) and (idle == _PATIENCE or not reference.has_unfinished_requests()):
             break
         before = reference.snapshot()
         expected = reference.step()
@@ -109,6 +112,7 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
         _compare_step(expected, got, case, model, tally, number)
         expect_equal(after, attempt(candidate.snapshot), "snapshot", step=number)
         tally.steps += 1
+        idle = idle + 1 if expected.batch is None else 0
     expect_equal(
         reference.has_unfinished_requests(),
         bool(attempt(candidate.has_unfinished_requests)),

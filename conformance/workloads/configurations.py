@@ -50,18 +50,19 @@ def scheduler_configs(draw: st.DrawFn, max_model_len: int) -> SchedulerConfig:
     max_model_len : int
     """
     chunked = draw(st.integers(0, 5)) > 0
-    budget = draw(st.one_of(st.integers(1, 12), st.integers(8, 64), st.integers(64, 256)))
+    # Few budgets are tiny: a budget of 1 makes a step of every token.
+    budget = draw(st.one_of(st.integers(4, 24), *[st.integers(8, 64)] * 3, st.integers(1, 256)))
     if not chunked:
         budget = max(budget, max_model_len)
     batched = budget + draw(st.sampled_from((0, 0, 0, 5)))
     return SchedulerConfig(
-        max_num_seqs=draw(st.one_of(st.integers(1, 4), st.integers(4, 16))),
+        max_num_seqs=draw(st.one_of(st.integers(1, 16), st.integers(4, 16))),
         max_num_batched_tokens=batched,
         max_num_scheduled_tokens=draw(st.sampled_from((None, budget))),
         max_model_len=max_model_len,
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=draw(
-            st.one_of(st.just(0), st.integers(1, min(8, max_model_len)))
+            st.one_of(*[st.just(0)] * 3, st.integers(1, min(16, max_model_len)))
         ),
         policy=draw(st.sampled_from(("fcfs", "priority"))),
         watermark=draw(st.sampled_from((0.0, 0.0, 0.05, 0.2))),
@@ -92,7 +93,8 @@ def cache_configs(
     )
     needed = [blocks_needed(r, cache, max_model_len) for r in requests] or [1]
     least, most = max(needed), sum(needed)
-    free = draw(st.one_of(st.integers(least, least + 3), st.integers(least, max(least, most))))
+    wide = st.integers(least, max(least, most))
+    free = draw(st.one_of(st.integers(least, least + 3), wide, wide))
     return CacheConfig(
         num_gpu_blocks=1 + free,
         block_size=cache.block_size,

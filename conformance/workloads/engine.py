@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ __all__ = ["arrivals", "engine_cases", "request_lists", "sampling_params"]
 
 
 @st.composite
-def sampling_params(draw: st.DrawFn, vocab_size: int, max_tokens: int = 24) -> SamplingParams:
+def sampling_params(draw: st.DrawFn, vocab_size: int, max_tokens: int = 16) -> SamplingParams:
     """Return greedy sampling with random limits and stop tokens.
 
     Parameters
@@ -45,9 +46,9 @@ def request_lists(
     draw: st.DrawFn,
     vocab_size: int,
     *,
-    max_requests: int = 10,
+    max_requests: int = 12,
     max_prompt: int = 40,
-    max_tokens: int = 24,
+    max_tokens: int = 16,
     share: bool = True,
 ) -> tuple[Request, ...]:
     """Return requests; some prompts start with the same tokens, most are short, a few long.
@@ -98,7 +99,7 @@ def arrivals(
     refused : sequence of Request
         Requests no engine accepts; they arrive at any time.
     """
-    gaps = [draw(st.integers(0, 4)) if index else 0 for index in range(len(requests))]
+    gaps = [draw(st.integers(0, 2)) if index else 0 for index in range(len(requests))]
     when = [sum(gaps[: index + 1]) for index in range(len(requests))]
     add: dict[int, list[Request]] = {}
     for request, step in zip(requests, when, strict=True):
@@ -115,6 +116,13 @@ def arrivals(
         WorkloadStep(add=tuple(add.get(step, ())), abort=tuple(abort.get(step, ())))
         for step in range(last + 1)
     )
+
+
+def _reachable(request: Request, max_model_len: int) -> Request:
+    """Lower `min_tokens` to what the length allows; beyond it vLLM runs a request for ever."""
+    params = request.sampling_params
+    least = min(params.min_tokens, max_model_len - request.num_prompt_tokens)
+    return replace(request, sampling_params=replace(params, min_tokens=least))
 
 
 @st.composite
@@ -139,6 +147,7 @@ def engine_cases(
     requests = draw(request_lists(model.config.vocab_size))
     longest = max(r.num_prompt_tokens for r in requests)
     max_model_len = longest + draw(st.integers(1, 32))
+    requests = tuple(_reachable(request, max_model_len) for request in requests)
     refused = []
     if draw(st.integers(0, 5)) == 5:
         too_long = (1,) * (max_model_len + draw(st.integers(0, 3)))
@@ -146,7 +155,7 @@ def engine_cases(
     return Case(
         suite=suite,
         config=draw(engine_configs(model.config, requests, max_model_len)),
-        workload=Workload(steps=draw(arrivals(requests, refused)), max_steps=2000),
+        workload=Workload(steps=draw(arrivals(requests, refused)), max_steps=1000),
         model=model,
         dtype=dtype,
     )
