@@ -123,6 +123,8 @@ class GraphInputs:
     ----------
     num_reqs : int
         Rows with dummies, P.
+    token_ids, positions : torch.Tensor
+        ``[padded tokens]`` int64, 0 behind those of the step.
     query_start_loc, gdn_query_start_loc : torch.Tensor
         ``[P + 1]`` int32; dummies have tokens in the first only.
     seq_lens : torch.Tensor
@@ -132,6 +134,8 @@ class GraphInputs:
     """
 
     num_reqs: int
+    token_ids: Tensor
+    positions: Tensor
     query_start_loc: Tensor
     gdn_query_start_loc: Tensor
     seq_lens: Tensor

@@ -172,6 +172,8 @@ class StepBuilder:
                 rows = self._pad(columns, step, self._graphs, dispatch)
                 step.graph = GraphInputs(
                     num_reqs=rows,
+                    token_ids=self.buffers.token_ids.publish(dispatch.num_tokens),
+                    positions=self.buffers.positions.publish(dispatch.num_tokens),
                     query_start_loc=self.buffers.padded_start_loc.publish(rows + 1),
                     gdn_query_start_loc=self.buffers.query_start_loc.publish(rows + 1),
                     seq_lens=self.buffers.seq_lens.publish(rows),

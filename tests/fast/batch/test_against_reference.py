@@ -37,6 +37,23 @@ def poison(batch: InputBatch) -> None:
     batch._rows[len(batch._req_ids) :] = POISON
 
 
+def expect_padding(inputs):
+    """What a full graph reads behind the step's tokens writes nothing and is no stale value."""
+    graph, tokens = inputs.graph, inputs.num_tokens
+    if graph is None:
+        return
+    padded = inputs.dispatch.num_tokens
+    for values, fill in (
+        (graph.token_ids, 0),
+        (graph.positions, 0),
+        *((group.slot_mapping, -1) for group in graph.attention),
+    ):
+        assert len(values) == padded
+        assert (values[tokens:] == fill).all()
+    assert graph.query_start_loc[-1] in (padded, tokens)
+    assert (graph.gdn_query_start_loc[inputs.num_reqs :] == tokens).all()
+
+
 def test_every_field_of_every_step():
     counts = Counter()
     for seed in range(60):
@@ -48,7 +65,8 @@ def test_every_field_of_every_step():
             plan = stream.next_plan()
             reference, expected = prepare(reference, plan, config)
             poison(fast)
-            fast.prepare(plan)
+            inputs = fast.prepare(plan)
+            expect_padding(inputs)
             got = fast.record()
             for field in fields(expected):
                 assert getattr(got, field.name) == getattr(expected, field.name), (
