@@ -92,6 +92,7 @@ def counts(records):
         output = record.scheduler_output
         found["preempted"] += len(output.preempted_req_ids)
         found["resumed"] += len(output.scheduled_cached_reqs.resumed_req_ids)
+        found["copies"] += len(output.kv_cache_block_copies)
         found["hits"] += sum(new.num_computed_tokens > 0 for new in output.scheduled_new_reqs)
         if record.batch is not None:
             found["split"] += record.batch.sampled.count(False)
@@ -192,7 +193,7 @@ def test_prefix_hits_survive_preemption_and_eviction(dense):
 def test_prefix_hits_of_a_hybrid_model(hybrid, unit, budget):
     """In mode ``align`` states move from block to block and are found again at boundaries."""
     shared = PROMPTS[3]
-    prompts = (shared, (*shared[:34], 7, 8, 9), shared, (*shared, 5, 6))
+    prompts = (shared[:39], (*shared[:34], 7, 8, 9), shared, (*shared, 5, 6))
     expected = tuple(serve(hybrid, config(hybrid), [prompt])[0][0] for prompt in prompts)
     settings = config(
         hybrid,
@@ -205,7 +206,36 @@ def test_prefix_hits_of_a_hybrid_model(hybrid, unit, budget):
     )
     tokens, records = serve(hybrid, settings, prompts, arrivals=(0, 20, 40, 60))
     assert tokens == expected
-    assert counts(records)["hits"] > 0
+    found = counts(records)
+    print(dict(found))
+    assert found["hits"] > 0
+    assert (found["copies"] > 0) == (unit is not None), "hits inside a block copy it"
+
+
+def test_blocks_given_out_again_are_cleared(hybrid):
+    """The zeroing list reaches the memory: a reused block holds this step's tokens only."""
+    state = engine.initial_state(hybrid, config(hybrid, blocks=20))
+    reused = 0
+    for round_ in range(3):
+        state = engine.add_request(
+            state,
+            Request(
+                request_id=str(round_),
+                prompt_token_ids=PROMPTS[3],
+                sampling_params=SamplingParams(max_tokens=8),
+            ),
+        )
+        while engine.has_unfinished_requests(state):
+            before = state.memory.contents
+            state, record = engine.step(state)
+            for block in record.scheduler_output.new_block_ids_to_zero:
+                for (_, at), page in state.memory.contents.items():
+                    if at == block:
+                        held = set(page.positions[page.positions >= 0].tolist())
+                        assert held <= set(record.batch.positions)
+                reused += any(at == block for _, at in before)
+    print(f"{reused} blocks reused")
+    assert reused > 10
 
 
 def test_steps_are_pure(hybrid):

@@ -111,6 +111,17 @@ def test_groups_share_storage(memory):
         read_kv(memory, 2, (1,), 1)
 
 
+def test_a_block_given_to_another_group_of_the_same_kind_starts_empty():
+    other = KVCacheGroup(layer_type="full_attention", layer_indices=(4, 5))
+    memory = initial_memory((FULL, other), 4)
+    memory = put(memory, 2, [4, 5, 6], [0, 1, 2])
+    with pytest.raises(MemoryAccessError, match="layer 4 reads K/V of block 1: it wrote none"):
+        read_kv(memory, 4, (1,), 1)
+    memory = put(memory, 4, [4], [0])
+    with pytest.raises(MemoryAccessError, match="position 1: finds position -1"):
+        read_kv(memory, 4, (1,), 2)
+
+
 @pytest.mark.parametrize(
     ("slots", "message"),
     [([4, 4], "written to one slot"), ([3, 4], "block 0 .* null block"), ([-1, 4], "block -1")],

@@ -13,6 +13,7 @@ from servespec.reference.contracts import (
     EngineConfig,
     ModelConfig,
     NewRequestData,
+    Quirks,
     SamplingParams,
     SchedulerConfig,
     SchedulerOutput,
@@ -35,10 +36,11 @@ class Driver:
         block_size: int = 16,
         kernel_block_size: int | None = None,
         num_drafts: int = 0,
+        quirks: Quirks | None = None,
     ) -> None:
         self.model = model
         self.config = EngineConfig(
-            scheduler=SchedulerConfig(max_model_len=512),
+            scheduler=SchedulerConfig(max_model_len=512, quirks=quirks or Quirks()),
             cache=CacheConfig(
                 num_gpu_blocks=400,
                 block_size=block_size,

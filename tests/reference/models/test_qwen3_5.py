@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from servespec.reference.cache.memory import MemoryAccessError
-from servespec.reference.contracts import ConfigError
-from servespec.reference.models import tiny
+from servespec.reference.contracts import ConfigError, Quirks
+from servespec.reference.models import qwen3_5, tiny
 from servespec.reference.models.qwen3_5 import from_weights
 
 BOUND = 3e-11
@@ -69,12 +69,33 @@ def test_block_sizes_do_not_matter(driver, model, alone, block_size, kernel):
     assert np.abs(np.array(logits) - alone[0]).max() < BOUND
 
 
-def test_a_fresh_one_token_prompt_beside_a_decode_starts_from_zeros(driver, model):
+@pytest.mark.parametrize("quirk", [False, True])
+def test_a_fresh_one_token_prompt_beside_a_decode_starts_from_zeros(driver, model, quirk):
+    """Also where the metadata call it a decode, which has a state, as vLLM 0.27.1 does."""
     first = driver(model).step({"x": 1}, {"x": [5]})["x"]
-    run = driver(model)
+    run = driver(model, quirks=Quirks(gdn_fresh_decode=quirk))
     run.step({"b": 33}, {"b": OTHER})
     second = run.step({"b": 1, "x": 1}, {"x": [5]})["x"]
+    assert run.record.gdn[0].num_decodes == (2 if quirk else 1)
     assert np.abs(first - second).max() < BOUND
+
+
+def test_decodes_run_recurrently_and_prefills_in_chunks(driver, model, monkeypatch):
+    seen = []
+    for name in ("recurrent_gated_delta_rule", "chunked_gated_delta_rule"):
+        rule = getattr(qwen3_5, name)
+
+        def record(query, *rest, rule=rule, name=name):
+            seen.append((name.split("_")[0], len(query)))
+            return rule(query, *rest)
+
+        monkeypatch.setattr(qwen3_5, name, record)
+    run = driver(model)
+    run.step({"b": 33}, {"b": OTHER})
+    assert set(seen) == {("chunked", 33)}
+    seen.clear()
+    run.step({"b": 1, "a": 30}, {"a": PROMPT})
+    assert seen == [("recurrent", 1), ("chunked", 30)] * 6
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def bound(query, key, value):
     return (2 * score * (head_dim + 2) + 2 * keys + 4) * EPS * np.abs(value).max()
 
 
-@pytest.mark.parametrize(("n", "kv"), [(1, 1), (1, 300), (5, 5), (7, 40), (40, 40)])
+@pytest.mark.parametrize(("n", "kv"), [(1, 1), (1, 300), (2, 2), (2, 9), (7, 40), (40, 40)])
 def test_agrees_with_torch(draw, n, kv):
     query, key, value = draw(n, 4, 32), draw(kv, 2, 32), draw(kv, 2, 32)
     mask = torch.ones(n, kv, dtype=torch.bool).tril(kv - n)
