@@ -107,6 +107,7 @@ class KVCache:
         self.groups = self._make_groups(cache, speculative, gdn_block)
         self._attention = tuple(g for g in self.groups if isinstance(g, FullAttentionGroup))
         self._gdn = tuple(g for g in self.groups if not isinstance(g, FullAttentionGroup))
+        self._no_blocks: BlockTable = ((),) * len(self.groups)
         self._chains: dict[int, HashChain] = {}
         self.room: IntArray = np.zeros(requests.capacity, dtype=np.int64)
         self.cache_at: IntArray = np.zeros(requests.capacity, dtype=np.int64)
@@ -206,7 +207,7 @@ class KVCache:
         num_hit = int(requests.num_computed[slot]) + (hit.num_tokens if hit else 0)
         start = min(num_hit, limit)
         headroom = self._watermark if admission and others_run else 0
-        hits: Sequence[Sequence[int]] = hit.blocks if hit else ((),) * len(self.groups)
+        hits: Sequence[Sequence[int]] = hit.blocks if hit else self._no_blocks
         if reserve_full:
             full = min(num_tokens, limit)
             if self._demand(slot, full, full, hits, num_hit) + headroom > self.pool.num_free:
@@ -215,6 +216,10 @@ class KVCache:
         num_slots = min(num_main + self._num_lookahead, limit)
         if self.aligned:
             self._skip(slot, max(0, start - int(requests.num_in_flight[slot])))
+        if not admission and not self.fine and num_main <= self.room[slot]:
+            # No group lacks anything, so no free block is needed either.
+            self.cache(slot, min(num_main, num_tokens))
+            return self._no_blocks
         if self._demand(slot, num_slots, num_main, hits, num_hit) + headroom > self.pool.num_free:
             return None
         if any(hits):

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servespec.fast.cache.block_pool import IntArray
+from servespec.fast.scheduling.state import RunningView
 from servespec.reference.contracts import (
     BlockCopy,
     BlockTable,
@@ -137,6 +138,8 @@ class Schedule:
     req_ids : tuple of str
     slots, serials : array of int64, shape (R,)
         Where the requests' state is, and whose it was.
+    view : RunningView or None
+        The running list, if the rows are just that.
     num_tokens : array of int64, shape (R,)
         Tokens of each request in this step.
     num_computed, num_outputs : array of int64, shape (R,)
@@ -164,6 +167,7 @@ kv_cache_block_copies, num_spec_tokens_to_schedule
     req_ids: tuple[str, ...]
     slots: IntArray
     serials: IntArray
+    view: RunningView | None
     num_tokens: IntArray
     num_computed: IntArray
     num_outputs: IntArray

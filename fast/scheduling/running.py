@@ -39,39 +39,43 @@ def schedule_running(state: State, plan: Plan, *, defer_prefills: bool) -> None:
 
 def _schedule_together(state: State, plan: Plan, *, defer_prefills: bool) -> int:
     """Plan the leading requests that get all they want; return the index of the next one."""
-    slots = state.running.slots.copy()
-    counts, special = _wanted(state, slots, defer_prefills=defer_prefills)
+    slots = state.running.view(state.requests).slots
+    counts, special = _wanted(state, defer_prefills=defer_prefills)
     end = len(slots)
-    spent = np.cumsum(np.maximum(counts, 0))
-    if spent[-1] > plan.budget:
+    fewest, total = int(counts.min()), int(counts.sum())
+    if fewest < 0 or total > plan.budget:
+        spent = np.maximum(counts, 0).cumsum()
         end = int(np.searchsorted(spent, plan.budget, side="right"))
-    places = np.flatnonzero(special[:end])
-    if places.size and not _grow_together(state, plan, slots[places], counts[places]):
-        end = _handle(state, plan, slots, counts, spent, places, end)
-    planned = counts[:end] != 0
-    if planned.all():
-        plan.head_slots, plan.head_counts = slots[:end], counts[:end]
-    else:
-        plan.head_slots, plan.head_counts = slots[:end][planned], counts[:end][planned]
-    plan.budget -= int(plan.head_counts.sum())
+    if special.any():
+        places = np.flatnonzero(special[:end])
+        if not _grow_together(state, plan, slots[places], counts[places]):
+            end = _handle(state, plan, counts, places, end)
+            fewest = 0
+    if end < len(slots):
+        slots, counts = slots[:end], counts[:end]
+    if fewest <= 0:
+        planned = counts != 0
+        slots, counts = slots[planned], counts[planned]
+    plan.head_slots, plan.head_counts = slots, counts
+    plan.budget -= int(counts.sum())
     if state.num_spec_tokens:
-        plan.any_chunk = bool(state.requests.is_chunk[plan.head_slots].any())
+        plan.any_chunk = bool(state.requests.is_chunk[slots].any())
     return end
 
 
-def _wanted(
-    state: State, slots: IntArray, *, defer_prefills: bool
-) -> tuple[IntArray, npt.NDArray[np.bool_]]:
+def _wanted(state: State, *, defer_prefills: bool) -> tuple[IntArray, npt.NDArray[np.bool_]]:
     """Return what each request would take of an endless budget, and who needs a closer look.
 
     Returns
     -------
-    counts : array of int64, shape (len(slots),)
+    counts : array of int64, shape (number of running requests,)
         0 for requests passed over.
-    special : array of bool, shape (len(slots),)
+    special : array of bool, same shape
         Whether more than counters changes if the request takes its tokens.
     """
     requests, cache, config = state.requests, state.cache, state.config
+    view = state.running.view(requests)
+    slots = view.slots
     computed = requests.num_computed[slots]
     known = requests.num_tokens[slots]
     counts = known - computed
@@ -81,7 +85,7 @@ def _wanted(
     if config.async_scheduling:
         placeholders = requests.num_placeholders[slots]
         counts += placeholders
-        idle = (placeholders > 0) & (computed + 2 - placeholders >= requests.max_total[slots])
+        idle = (computed + 2 - placeholders >= view.max_total) & (placeholders > 0)
     if config.long_prefill_token_threshold:
         np.minimum(counts, config.long_prefill_token_threshold, out=counts)
     np.minimum(counts, config.max_model_len - 1 - computed, out=counts)
@@ -99,8 +103,11 @@ def _wanted(
     if cache.aligned:
         processed = np.maximum(computed - requests.num_in_flight[slots], 0)
         special |= (processed - 1) // cache.block_size != cache.skip_mark[slots]
-        special |= computed < np.maximum(requests.num_prompt[slots], known - 1)
-    special |= (counts < 0) | cache.fine
+        special |= computed < np.maximum(view.num_prompt, known - 1)
+    if cache.fine:
+        special[:] = True
+    if config.quirks.negative_schedule:
+        special |= counts < 0
     special &= counts != 0
     return counts, special
 
@@ -126,15 +133,7 @@ def _grow_together(state: State, plan: Plan, slots: IntArray, counts: IntArray) 
     return True
 
 
-def _handle(
-    state: State,
-    plan: Plan,
-    slots: IntArray,
-    counts: IntArray,
-    spent: IntArray,
-    places: IntArray,
-    end: int,
-) -> int:
+def _handle(state: State, plan: Plan, counts: IntArray, places: IntArray, end: int) -> int:
     """Serve the requests at `places` one by one, correcting `counts`.
 
     Returns
@@ -142,15 +141,22 @@ def _handle(
     int
         Requests before this index are served; `end` unless blocks ran out.
     """
+    slots = state.running.view(state.requests).slots
+    before = np.maximum(counts, 0).cumsum()[places] - np.maximum(counts[places], 0)
     saved = 0
-    for place in places.tolist():
-        slot, wanted = int(slots[place]), max(int(counts[place]), 0)
-        left = plan.budget - int(spent[place]) + wanted + saved
+    for place, slot, wanted, spent in zip(
+        places.tolist(),
+        slots[places].tolist(),
+        counts[places].tolist(),
+        before.tolist(),
+        strict=True,
+    ):
+        left = plan.budget - spent + saved
         if left <= 0:
             return int(place)
         count = num_new_tokens(state, slot, left)
         counts[place] = count
-        saved += wanted - count
+        saved += max(wanted, 0) - count
         if count == 0:
             continue
         blocks = state.cache.allocate(slot, count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +19,32 @@ from servespec.reference.contracts import (
     SpeculativeConfig,
 )
 
-__all__ = ["RunningList", "State"]
+__all__ = ["RunningList", "RunningView", "State"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningView:
+    """The running requests and those of their fields that never change, until the list does.
+
+    Attributes
+    ----------
+    ids : tuple of str
+    slots, serials, num_prompt, max_total, stop_from, length_limit, eos : array of int64
+        As in `RequestTable`, in the order of the list. Not to be written to.
+    any_eos, any_slow : bool
+        Whether an end-of-sequence token, or more than that and lengths, can stop any of them.
+    """
+
+    ids: tuple[str, ...]
+    slots: IntArray
+    serials: IntArray
+    num_prompt: IntArray
+    max_total: IntArray
+    stop_from: IntArray
+    length_limit: IntArray
+    eos: IntArray
+    any_eos: bool
+    any_slow: bool
 
 
 class RunningList:
@@ -27,7 +53,7 @@ class RunningList:
     def __init__(self, capacity: int) -> None:
         self._slots: IntArray = np.zeros(capacity, dtype=np.int64)
         self._count = 0
-        self._ids: tuple[str, ...] | None = ()
+        self._view: RunningView | None = None
 
     def __len__(self) -> int:
         return self._count
@@ -37,20 +63,34 @@ class RunningList:
 
     @property
     def slots(self) -> IntArray:
-        """View of the slots, shape (len(self),)."""
+        """The slots themselves, shape (len(self),), valid until the list changes."""
         return self._slots[: self._count]
 
-    def ids(self, requests: RequestTable) -> tuple[str, ...]:
-        """Return the request ids, made anew only after a change."""
-        if self._ids is None:
-            self._ids = tuple(requests.request(slot).request_id for slot in self.slots.tolist())
-        return self._ids
+    def view(self, requests: RequestTable) -> RunningView:
+        """Return the list as it is; the same object as long as it stays so."""
+        if self._view is None:
+            slots = self.slots.copy()
+            slots.flags.writeable = False
+            eos = requests.eos[slots]
+            self._view = RunningView(
+                ids=tuple(requests.request(slot).request_id for slot in slots.tolist()),
+                slots=slots,
+                serials=requests.serial[slots],
+                num_prompt=requests.num_prompt[slots],
+                max_total=requests.max_total[slots],
+                stop_from=requests.stop_from[slots],
+                length_limit=requests.length_limit[slots],
+                eos=eos,
+                any_eos=bool((eos >= 0).any()),
+                any_slow=bool(requests.stops_slowly[slots].any()),
+            )
+        return self._view
 
     def append(self, slot: int) -> None:
         """Add a request at the end."""
         self._slots[self._count] = slot
         self._count += 1
-        self._ids = None
+        self._view = None
 
     def pop(self, index: int = -1) -> int:
         """Take out and return the request at `index`."""
@@ -59,7 +99,7 @@ class RunningList:
         slot = int(self._slots[index])
         self._slots[index : self._count - 1] = self._slots[index + 1 : self._count]
         self._count -= 1
-        self._ids = None
+        self._view = None
         return slot
 
     def remove(self, slots: set[int]) -> None:
@@ -67,7 +107,7 @@ class RunningList:
         kept = self.slots[~np.isin(self.slots, list(slots))]
         self._slots[: len(kept)] = kept
         self._count = len(kept)
-        self._ids = None
+        self._view = None
 
 
 class State:

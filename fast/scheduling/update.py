@@ -27,17 +27,24 @@ class StepRows:
     ----------
     req_ids : tuple of str
     slots : array of int64, shape (R,)
-        -1 for a request that is gone.
     num_tokens : array of int64, shape (R,)
         Scheduled tokens.
     num_drafts : array of int64, shape (R,), or None
         Drafts among them; None if there is none at all.
+    stop_from, length_limit, eos : array of int64, shape (R,)
+        As in `RequestTable`.
+    may_stop_otherwise : bool
+        Whether more than these and lengths can stop any of the requests.
     """
 
     req_ids: tuple[str, ...]
     slots: IntArray
     num_tokens: IntArray
     num_drafts: IntArray | None
+    stop_from: IntArray
+    length_limit: IntArray
+    eos: IntArray
+    may_stop_otherwise: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,40 +97,28 @@ def take_in(
         How many there are; 0 for a row still in its prefill.
     """
     requests = state.requests
+    slots = rows.slots
     counts = counts.copy()
-    live = rows.slots >= 0
-    if not live.all():
-        counts[~live] = 0
-    slots = rows.slots if live.all() else rows.slots[live]
-    scheduled = rows.num_tokens if live.all() else rows.num_tokens[live]
-    places = np.flatnonzero(live)
-    requests.num_in_flight[slots] -= scheduled
+    requests.num_in_flight[slots] -= rows.num_tokens
     stale = requests.num_stale[slots] > 0
-    any_stale = bool(stale.any())
-    if any_stale:
-        requests.num_stale[slots[stale]] -= scheduled[stale]
-        counts[places[stale & (requests.drop_stale[slots] != 0)]] = 0
+    fresh: npt.NDArray[np.bool_] | slice = slice(None)
+    if stale.any():
+        fresh = ~stale
+        requests.num_stale[slots[stale]] -= rows.num_tokens[stale]
+        counts[stale & (requests.drop_stale[slots] != 0)] = 0
     if rows.num_drafts is not None:
-        _undo_rejected(state, slots, rows.num_drafts[places], counts[places], ~stale)
-    finished = _append(state, rows.slots, token_ids, counts)
+        _undo_rejected(state, slots[fresh], rows.num_drafts[fresh], counts[fresh])
+    finished = _append(state, rows, token_ids, counts)
     if state.config.async_scheduling:
-        fresh = slots[~stale] if any_stale else slots
-        kept = counts[places][~stale] if any_stale else counts[places]
-        requests.num_placeholders[fresh] -= kept
-    _settle(state, rows.slots, counts, finished)
+        requests.num_placeholders[slots[fresh]] -= counts[fresh]
+    _settle(state, slots, counts, finished)
     return StepTokens(rows.req_ids, token_ids, counts, finished)
 
 
-def _undo_rejected(
-    state: State,
-    slots: IntArray,
-    num_drafts: IntArray,
-    counts: IntArray,
-    fresh: npt.NDArray[np.bool_],
-) -> None:
-    """Take rejected drafts back out of the counters, unless a preemption reset those."""
+def _undo_rejected(state: State, slots: IntArray, num_drafts: IntArray, counts: IntArray) -> None:
+    """Take rejected drafts back out of the counters of rows that no preemption reset."""
     requests = state.requests
-    judged = (num_drafts > 0) & (counts > 0) & fresh
+    judged = (num_drafts > 0) & (counts > 0)
     if not judged.any():
         return
     slots = slots[judged]
@@ -133,7 +128,7 @@ def _undo_rejected(
 
 
 def _append(
-    state: State, slots: IntArray, token_ids: npt.NDArray[np.int32], counts: IntArray
+    state: State, rows: StepRows, token_ids: npt.NDArray[np.int32], counts: IntArray
 ) -> dict[int, tuple[RequestStatus, StopReason]]:
     """Append tokens, all rows' first ones before all rows' second ones.
 
@@ -147,20 +142,26 @@ def _append(
     most = int(counts.max(initial=0))
     if not most:
         return finished
-    requests.ensure_width(int(requests.num_tokens[slots].max()) + most)
+    known = requests.num_tokens[rows.slots]
+    requests.ensure_width(int(known.max()) + most)
     for column in range(most):
-        places = np.flatnonzero(counts > column)
-        owners = slots[places]
+        places: IntArray | slice = slice(None)
+        if counts.min() <= column:
+            places = np.flatnonzero(counts > column)
+        owners = rows.slots[places]
         tokens = token_ids[places, column]
-        lengths = requests.num_tokens[owners] + 1
+        lengths = known[places] + (column + 1)
         requests.token_ids[owners, lengths - 1] = tokens
         requests.num_tokens[owners] = lengths
-        may_stop = lengths >= requests.length_limit[owners]
-        may_stop |= tokens == requests.eos[owners]
-        may_stop |= requests.stops_slowly[owners] != 0
-        may_stop &= lengths >= requests.stop_from[owners]
-        for place in places[may_stop].tolist():
-            end = stop_status(requests, int(slots[place]))
+        may_stop = lengths >= rows.length_limit[places]
+        may_stop |= tokens == rows.eos[places]
+        if rows.may_stop_otherwise:
+            may_stop |= requests.stops_slowly[owners] != 0
+        if not may_stop.any():
+            continue
+        may_stop &= lengths >= rows.stop_from[places]
+        for place in np.arange(len(counts))[places][may_stop].tolist():
+            end = stop_status(requests, int(rows.slots[place]))
             if end is not None:
                 finished[place] = end
                 counts[place] = column + 1
@@ -181,6 +182,8 @@ def _settle(
         due = (counts > 0) & ((final >= cache.cache_at[slots]) | cache.fine)
         due &= requests.status[slots] == RequestStatus.RUNNING
         touched.update(np.flatnonzero(due).tolist())
+    if not touched:
+        return
     running: list[int] = []
     waiting: list[int] = []
     for row in sorted(touched):

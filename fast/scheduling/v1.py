@@ -97,13 +97,15 @@ class Scheduler:
         sampled : mapping of str to tuple of int
             Tokens of each scheduled request; () or none for a row still in its prefill.
         """
-        rows = self._rows(output)
-        tokens = [sampled.get(request_id, ()) for request_id in rows.req_ids]
+        order = output.req_ids if isinstance(output, Schedule) else output.num_scheduled_tokens
+        tokens = [sampled.get(request_id, ()) for request_id in order]
         counts = np.array([len(row) for row in tokens], dtype=np.int64)
         token_ids = np.zeros((len(tokens), int(counts.max(initial=0))), dtype=np.int32)
         for row, ids in enumerate(tokens):
             token_ids[row, : len(ids)] = ids
-        return take_in(self._state, rows, token_ids, counts).to_contract()
+        if isinstance(output, SchedulerOutput):
+            return self._take_in_contract(output, token_ids, counts).to_contract()
+        return self.update_from_arrays(output, token_ids, counts).to_contract()
 
     def update_from_arrays(
         self, output: Schedule, token_ids: npt.NDArray[np.int32], counts: IntArray
@@ -118,7 +120,26 @@ class Scheduler:
         counts : array of int64, shape (R,)
             Tokens of each row; 0 for a row still in its prefill.
         """
-        return take_in(self._state, self._rows(output), token_ids, counts)
+        requests = self._state.requests
+        view = output.view
+        if view is not None and view is self._state.running.view(requests):
+            rows = StepRows(
+                view.ids,
+                view.slots,
+                output.num_tokens,
+                output.num_drafts,
+                view.stop_from,
+                view.length_limit,
+                view.eos,
+                view.any_slow,
+            )
+            return take_in(self._state, rows, token_ids, counts)
+        alive = requests.serial[output.slots] == output.serials
+        # An id that is in use again answers for its predecessor, as in vLLM.
+        slots = output.slots if alive.all() else self._slots(output.req_ids)
+        return self._take_in(
+            output.req_ids, slots, output.num_tokens, output.num_drafts, token_ids, counts
+        )
 
     def update_draft_token_ids(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Take in draft tokens for the next step; a prefill gets none."""
@@ -224,17 +245,22 @@ class Scheduler:
         num_drafts, draft_ids = self._take_drafts(
             plan, slots, counts + computed - known - placeholders
         )
-        in_order = plan.num_running == len(slots) == len(state.running)
+        view = None
+        if plan.num_running == len(slots) == len(state.running):
+            view = state.running.view(requests)
         row_of = {slot: row for row, slot in enumerate(slots.tolist())} if plan.blocks else {}
         schedule = Schedule(
-            req_ids=state.running.ids(requests)
-            if in_order
+            req_ids=view.ids
+            if view is not None
             else tuple(requests.request(slot).request_id for slot in slots.tolist()),
             slots=slots,
-            serials=requests.serial[slots],
+            serials=requests.serial[slots] if view is None else view.serials,
+            view=view,
             num_tokens=counts,
             num_computed=computed,
-            num_outputs=known - requests.num_prompt[slots] + placeholders,
+            num_outputs=known
+            + placeholders
+            - (requests.num_prompt[slots] if view is None else view.num_prompt),
             num_drafts=num_drafts,
             draft_ids=draft_ids,
             num_running=plan.num_running,
@@ -315,22 +341,48 @@ class Scheduler:
             requests.num_drafts[sampling] = count
             requests.drafts[sampling] = -1
 
-    def _rows(self, output: Schedule | SchedulerOutput) -> StepRows:
-        requests = self._state.requests
-        if isinstance(output, Schedule):
-            if np.array_equal(requests.serial[output.slots], output.serials):
-                slots = output.slots
-            else:
-                slots = self._slots(output.req_ids)
-            return StepRows(output.req_ids, slots, output.num_tokens, output.num_drafts)
+    def _take_in_contract(
+        self, output: SchedulerOutput, token_ids: npt.NDArray[np.int32], counts: IntArray
+    ) -> StepTokens:
         ids = tuple(output.num_scheduled_tokens)
         drafts = output.scheduled_spec_decode_tokens
-        return StepRows(
+        return self._take_in(
             ids,
             self._slots(ids),
             np.array(list(output.num_scheduled_tokens.values()), dtype=np.int64),
             np.array([len(drafts.get(i, ())) for i in ids], dtype=np.int64) if drafts else None,
+            token_ids,
+            counts,
         )
+
+    def _take_in(
+        self,
+        ids: tuple[str, ...],
+        slots: IntArray,
+        num_tokens: IntArray,
+        num_drafts: IntArray | None,
+        token_ids: npt.NDArray[np.int32],
+        counts: IntArray,
+    ) -> StepTokens:
+        """Take in the rows of requests that are still alive; `slots` holds -1 for the others."""
+        requests = self._state.requests
+        alive = np.flatnonzero(slots >= 0)
+        if len(alive) < len(slots):
+            ids = tuple(ids[row] for row in alive.tolist())
+            slots, num_tokens = slots[alive], num_tokens[alive]
+            num_drafts = None if num_drafts is None else num_drafts[alive]
+            token_ids, counts = token_ids[alive], counts[alive]
+        rows = StepRows(
+            ids,
+            slots,
+            num_tokens,
+            num_drafts,
+            requests.stop_from[slots],
+            requests.length_limit[slots],
+            requests.eos[slots],
+            bool(requests.stops_slowly[slots].any()),
+        )
+        return take_in(self._state, rows, token_ids, counts)
 
     def _slots(self, ids: Sequence[str]) -> IntArray:
         slot_of = self._state.requests.slot_of
