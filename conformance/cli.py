@@ -16,7 +16,7 @@ import click
 import msgspec
 from rich.console import Console
 
-from servespec.conformance.output import write_atomically
+from servespec.conformance.output import require_writable, write_atomically
 
 __all__ = ["main"]
 
@@ -75,6 +75,9 @@ def _implementation_options(command: Any) -> Any:
     show_default=True,
     help="Folder for failing cases.",
 )
+@click.option(
+    "--shrink-seconds", default=20.0, show_default=True, help="Time for making a case smaller."
+)
 @click.option("--json", "json_file", type=_PATH, help="Write the report as JSON.")
 @click.option("--junit", "junit_file", type=_PATH, help="Write the report as JUnit XML.")
 def check(
@@ -87,6 +90,7 @@ def check(
     cases: int | None,
     jobs: int | None,
     out: Path,
+    shrink_seconds: float,
     json_file: Path | None,
     junit_file: Path | None,
 ) -> None:
@@ -96,6 +100,9 @@ def check(
     from servespec.conformance.report.junit import junit
     from servespec.conformance.report.terminal import TerminalListener, print_report
 
+    for file in (json_file, junit_file, out / "case"):
+        if file is not None:
+            require_writable(file)
     options = session.Options(
         implementation=impl,
         python=python,
@@ -106,15 +113,15 @@ def check(
         case_folder=out,
         jobs=jobs or default_jobs(),
         time_limit=time_limit,
+        shrink_seconds=shrink_seconds,
     )
     with TerminalListener(Console(stderr=True)) as listener:
         report = session.run(options, listener)
+    print_report(report, Console())
     if json_file is not None:
-        encoded = msgspec.json.encode(report, order=None)
-        write_atomically(json_file, msgspec.json.format(encoded, indent=1))
+        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(report), indent=1))
     if junit_file is not None:
         write_atomically(junit_file, junit(report))
-    print_report(report, Console())
     if report.interrupted:
         raise SystemExit(130)
     raise SystemExit(0 if report.ok else 1)

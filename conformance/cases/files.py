@@ -6,6 +6,7 @@ and cache it asks for are bounded before anything is allocated.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from servespec.conformance.cases.case import Case, CaseFile
 from servespec.conformance.output import write_atomically
 from servespec.reference.contracts import ModelConfig
 
-__all__ = ["CaseError", "check_size", "read", "write"]
+__all__ = ["CaseError", "read", "require_sensible", "write"]
 
 MAX_FILE_BYTES = 32 * 2**20
 MAX_PARAMETERS = 50_000_000
@@ -71,14 +72,14 @@ def read(path: Path) -> CaseFile:
     if (unknown := _unknown_field(raw, msgspec.to_builtins(content), "$")) is not None:
         raise CaseError(f"case file {path}: unknown field {unknown}")
     try:
-        check_size(content.case)
+        require_sensible(content.case)
     except CaseError as error:
         raise CaseError(f"case file {path}: {error}") from error
     return content
 
 
-def check_size(case: Case) -> None:
-    """Refuse a case that asks for more memory or time than any test needs.
+def require_sensible(case: Case) -> None:
+    """Refuse a case that asks for more than any test needs, or adds a request twice in a step.
 
     Parameters
     ----------
@@ -89,6 +90,10 @@ def check_size(case: Case) -> None:
     CaseError
     """
     cache, workload = case.config.cache, case.workload
+    for number, step in enumerate(workload.steps):
+        for name, count in Counter(request.request_id for request in step.add).items():
+            if count > 1:
+                raise CaseError(f"workload step {number} adds request {name!r} {count} times")
     _limit("workload.max_steps", workload.max_steps, MAX_STEPS)
     _limit("number of workload steps", len(workload.steps), MAX_STEPS)
     _limit("number of requests", len(workload.requests), MAX_REQUESTS)

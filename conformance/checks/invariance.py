@@ -247,7 +247,9 @@ def invariance_cases(draw: st.DrawFn) -> Case:
     """Return a few short requests and an engine with room for all of them."""
     model = draw(st.one_of(hybrid_models(), dense_models(), embedded_models()))
     requests = draw(
-        request_lists(model.config.vocab_size, max_requests=4, max_prompt=10, max_tokens=8)
+        request_lists(
+            model.config.vocab_size, max_requests=4, max_prompt=9, max_long_prompt=14, max_tokens=6
+        )
     )
     longest = max(r.num_prompt_tokens + r.sampling_params.max_tokens for r in requests) + 1
     total = sum(r.num_prompt_tokens for r in requests)

@@ -154,7 +154,8 @@ def _die() -> None:
     os._exit(7)
 
 
-_ENGINES = ("engine", "model", "invariance")
+_EVERYWHERE = ("engine", "model", "invariance")
+_NUMBERS = ("engine", "model")
 
 FAULTS = (
     Fault(
@@ -168,56 +169,56 @@ FAULTS = (
         name="state_of_another_request",
         what="a GDN layer reads the state slot of the row before",
         source="sglang PR#37836: states indexed by row though the grid is global",
-        suites=_ENGINES,
+        suites=_EVERYWHERE,
         inputs=_states_of_others,
     ),
     Fault(
         name="one_key_too_many",
         what="attention reads one key beyond the causal limit",
         source="nano-vllm PR#213: attention over keys not yet written",
-        suites=_ENGINES,
+        suites=_NUMBERS,
         inputs=_one_key_more,
     ),
     Fault(
         name="one_key_too_few",
         what="attention leaves out the newest key of a row with history",
         source="a wrong bottom-right offset of the causal mask",
-        suites=_ENGINES,
+        suites=_NUMBERS,
         inputs=_one_key_fewer,
     ),
     Fault(
         name="stale_state",
         what="a fresh request starts from what its state slot held before",
         source="#51562: a one-token first chunk classed as a decode",
-        suites=_ENGINES,
+        suites=_NUMBERS,
         inputs=_always_a_state,
     ),
     Fault(
         name="lost_state",
         what="every chunk starts from a zero state",
         source="#53142: a resumed request reads a column that was never written",
-        suites=_ENGINES,
+        suites=_EVERYWHERE,
         inputs=_never_a_state,
     ),
     Fault(
         name="stale_block_table",
         what="attention reads the block table of the row before",
         source="vllm-ascend#9727: host and device tables out of step after condensing",
-        suites=_ENGINES,
+        suites=_EVERYWHERE,
         inputs=_tables_of_others,
     ),
     Fault(
         name="shifted_slots",
         what="K and V are written to the slot of the token before",
         source="PR#51031: slots made with the manager's block size, read with the kernel's",
-        suites=_ENGINES,
+        suites=_NUMBERS,
         inputs=_slots_of_others,
     ),
     Fault(
         name="restarted_positions",
         what="rotary positions of every chunk start from zero",
         source="a chunk treated as a new prompt",
-        suites=_ENGINES,
+        suites=_NUMBERS,
         inputs=_positions_from_zero,
     ),
     Fault(
@@ -273,21 +274,21 @@ FAULTS = (
         name="plain_norms",
         what="zero-centred norm weights are applied as they are",
         source="a checkpoint convention missed: 1 + w",
-        suites=_ENGINES,
+        suites=_NUMBERS,
         weights=_plain_norms,
     ),
     Fault(
         name="reversed_kv_heads",
         what="query heads read the K/V heads in the wrong order",
         source="#49716: per-head values in wrong places",
-        suites=_ENGINES,
+        suites=_NUMBERS,
         weights=_reversed_kv_heads,
     ),
     Fault(
         name="swapped_query_and_key",
         what="a GDN layer takes queries for keys",
         source="fla#623: two operands of the update swapped",
-        suites=_ENGINES,
+        suites=_NUMBERS,
         weights=_swapped_query_and_key,
     ),
     Fault(

@@ -48,8 +48,8 @@ def request_lists(
     *,
     max_requests: int = 12,
     max_prompt: int = 40,
+    max_long_prompt: int = 160,
     max_tokens: int = 16,
-    share: bool = True,
 ) -> tuple[Request, ...]:
     """Return requests; some prompts start with the same tokens, most are short, a few long.
 
@@ -58,20 +58,20 @@ def request_lists(
     vocab_size : int
     max_requests : int
     max_prompt : int
-        Most tokens of an ordinary prompt; one in eight is up to four times as long.
+        Most tokens of an ordinary prompt.
+    max_long_prompt : int
+        Most tokens of one prompt in eight.
     max_tokens : int
         Most output tokens of one request.
-    share : bool
-        Whether prompts may share a prefix.
     """
     fill = random.Random(draw(st.integers(0, 2**32 - 1)))
-    prefix = [fill.randrange(vocab_size) for _ in range(4 * max_prompt)]
+    prefix = [fill.randrange(vocab_size) for _ in range(max_long_prompt)]
     requests = []
     for index in range(draw(st.integers(1, max_requests))):
         length = draw(st.integers(1, max_prompt))
         if draw(st.integers(0, 7)) == 7:
-            length = draw(st.integers(max_prompt, 4 * max_prompt))
-        shared = min(length, draw(st.integers(0, length))) if share else 0
+            length = draw(st.integers(max_prompt, max_long_prompt))
+        shared = draw(st.integers(0, length))
         prompt = prefix[:shared] + [fill.randrange(vocab_size) for _ in range(length - shared)]
         requests.append(
             Request(
