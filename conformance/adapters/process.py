@@ -257,9 +257,10 @@ class RemoteScheduler(Generic[S]):
         self._handle = handle
         self._asking = asking
         self._kind = kind
-        self._waiting: list[protocol.Call] = [opening]
+        self._waiting: list[protocol.Call] = []
         self._snapshot: S | None = None
         self._wants_snapshots = False
+        self._now(opening, type(None))
 
     def snapshot(self) -> S:
         """Return the state as far as checks compare it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import lzma
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,7 @@ from servespec.reference.contracts import (
     EngineConfig,
     EngineCoreOutput,
     PauseState,
+    Quirks,
     Request,
     RequestStatus,
     SchedulerConfig,
@@ -33,6 +35,7 @@ from servespec.reference.contracts import (
 )
 
 __all__ = [
+    "PROFILES",
     "Answer",
     "RecordedScheduler",
     "Recording",
@@ -44,6 +47,8 @@ __all__ = [
 
 MAX_FILE_BYTES = 32 * 2**20
 MAX_RECORDING_BYTES = 64 * 2**20
+
+PROFILES = {"vllm-0.27.1": Quirks.vllm_0_27_1(), "intended": Quirks()}
 
 T = TypeVar("T")
 
@@ -87,15 +92,24 @@ class Recording(msgspec.Struct, frozen=True):
     implementation : str
         Name and version of who answered.
     config : EngineConfig
+        Its quirks are those of `profile`, whatever was written: a recording stays right when an
+        oddity is found and named later.
     workload : Workload
     answers : tuple of Answer
         Of the calls that return something, in order.
+    profile : str
+        A key of `PROFILES`: the quirks that imitate the recorded implementation.
     """
 
     implementation: str
     config: EngineConfig
     workload: Workload
     answers: tuple[Answer, ...]
+    profile: str = "vllm-0.27.1"
+
+    def __post_init__(self) -> None:
+        if self.profile not in PROFILES:
+            raise TraceError(f"profile is {self.profile!r}: must be one of {', '.join(PROFILES)}")
 
 
 class RecordedScheduler:
@@ -280,8 +294,14 @@ def read_traces(path: Path) -> Iterator[Recording]:
                     return
                 if not line.endswith(b"\n"):
                     raise TraceError(f"trace file {path}: recording {number} is cut or too long")
-                yield msgspec.json.decode(line, type=Recording)
+                yield _in_profile(msgspec.json.decode(line, type=Recording))
     except OSError as error:
         raise TraceError(f"trace file {path}: {error.strerror or error}") from error
     except (lzma.LZMAError, EOFError, msgspec.MsgspecError) as error:
         raise TraceError(f"trace file {path}: {error}") from error
+
+
+def _in_profile(recording: Recording) -> Recording:
+    scheduler = replace(recording.config.scheduler, quirks=PROFILES[recording.profile])
+    config = replace(recording.config, scheduler=scheduler)
+    return msgspec.structs.replace(recording, config=config)
