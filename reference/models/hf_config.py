@@ -170,8 +170,9 @@ def read_config(path: Path) -> ModelConfig:
             layer_types=fields.layer_types(),
             rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
             rope=fields.rope(),
-            tie_word_embeddings=fields.boolean(
-                "tie_word_embeddings", outer.boolean("tie_word_embeddings", False)
+            # A multimodal model ties by its own field, whatever the nested part says.
+            tie_word_embeddings=outer.boolean(
+                "tie_word_embeddings", fields.boolean("tie_word_embeddings", False)
             ),
             **{name: fields.integer(name, default) for name, default in _SIZES.items()},
         )
