@@ -19,6 +19,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from servespec.reference.contracts import CheckpointError
+from servespec.reference.numerics.bfloat16 import round_bfloat16
 
 __all__ = ["DTYPES", "LARGEST", "StoredTensor", "read_header", "read_tensor", "write_file"]
 
@@ -143,10 +144,8 @@ def read_tensor(tensor: StoredTensor) -> npt.NDArray[np.float32]:
 def _stored(values: npt.NDArray[np.float32], dtype: str) -> bytes:
     if dtype != "bfloat16":
         return np.ascontiguousarray(values, dtype=_STORAGE[DTYPES[dtype]]).tobytes()
-    bits = np.ascontiguousarray(values, dtype="<f4").view(np.uint32)
-    # Round half to even: add half of the dropped part, one less if the kept part is even.
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return rounded.astype("<u2").tobytes()
+    bits = round_bfloat16(values).astype(np.float32).view(np.uint32)
+    return (bits >> 16).astype("<u2").tobytes()
 
 
 def write_file(path: Path, tensors: Mapping[str, npt.NDArray[np.float32]], dtype: str) -> None:
