@@ -231,17 +231,24 @@ class BlockPool:
         """Whether `key` finds (also) this block."""
         return block in self._blocks_of.get(key, ())
 
-    def add_key(self, block: int, key: bytes, num_tokens: int) -> None:
+    def add_key(self, block: int, key: bytes, num_tokens: int) -> bool:
         """Enter a block under `key`, as its primary key if it has none.
 
         Parameters
         ----------
+        block : int
+        key : bytes
         num_tokens : int
             Length of the prefix the key stands for.
+
+        Returns
+        -------
+        bool
+            False if it was entered before.
         """
         blocks = self._blocks_of.setdefault(key, {})
         if block in blocks:
-            return
+            return False
         if block in self._key:
             self._further_keys.setdefault(block, {})[key] = None
         else:
@@ -249,6 +256,7 @@ class BlockPool:
             self._key_tokens[block] = num_tokens
             self._hashed[block] = True
         blocks[block] = None
+        return True
 
     def drop_keys(self, block: int) -> list[bytes]:
         """Forget all keys of a block and return them, the primary one first."""

@@ -95,18 +95,23 @@ class KVCache:
             gdn_block if group.layer_type == "linear_attention" else cache.block_size
             for group in cache.groups
         }
-        # Without one state per block a GDN layer can start from nothing but the beginning.
-        self.hashing = cache.enable_prefix_caching and (self.aligned or not cache.has_gdn)
+        self.hashing = cache.enable_prefix_caching
         self.scheduler_block_size = math.lcm(*sizes)
         self.hash_block_size = self.scheduler_block_size
-        if self.hashing and len(cache.groups) > 1 and cache.prefix_match_unit is not None:
-            self.hash_block_size = cache.prefix_match_unit
+        unit = cache.prefix_match_unit
+        if self.hashing and self.aligned and len(cache.groups) > 1 and unit is not None:
+            self.hash_block_size = unit
         self.fine = self.hash_block_size < self.scheduler_block_size
         """Whether hits may end inside a block."""
         self.pool = BlockPool(cache.num_gpu_blocks, cache.enable_prefix_caching)
-        self.groups = self._make_groups(cache, speculative, gdn_block)
+        self.groups = self._make_groups(scheduler, cache, speculative, gdn_block)
         self._attention = tuple(g for g in self.groups if isinstance(g, FullAttentionGroup))
         self._gdn = tuple(g for g in self.groups if not isinstance(g, FullAttentionGroup))
+        # Only a priority victim can have been scheduled before in the step that preempts it.
+        self._retracts = (
+            scheduler.policy == "priority" and not scheduler.quirks.preempted_step_stays_cached
+        )
+        self._entered: dict[int, list[int]] = {}
         self._no_blocks: BlockTable = ((),) * len(self.groups)
         self._chains: dict[int, HashChain] = {}
         self.room: IntArray = np.zeros(requests.capacity, dtype=np.int64)
@@ -130,6 +135,7 @@ class KVCache:
 
     def new_step(self) -> None:
         """Begin a scheduling step."""
+        self._entered.clear()
         if self.hashing:
             for group in self._gdn:
                 group.new_step()
@@ -218,7 +224,7 @@ class KVCache:
             self._skip(slot, max(0, start - int(requests.num_in_flight[slot])))
         if not admission and not self.fine and num_main <= self.room[slot]:
             # No group lacks anything, so no free block is needed either.
-            self.cache(slot, min(num_main, num_tokens))
+            self.cache(slot, min(num_main, num_tokens), num_main)
             return self._no_blocks
         if self._demand(slot, num_slots, num_main, hits, num_hit) + headroom > self.pool.num_free:
             return None
@@ -229,7 +235,7 @@ class KVCache:
         if any(new):
             self.skip_mark[slot] = -1
             self._note_room(slot)
-        self.cache(slot, min(num_main, num_tokens))
+        self.cache(slot, min(num_main, num_tokens), num_main)
         return new
 
     def allocate_each(self, slots: IntArray, group: int) -> IntArray:
@@ -267,8 +273,17 @@ class KVCache:
             return None
         return self._attention[0].index
 
-    def cache(self, slot: int, num_tokens: int) -> None:
-        """Enter the full blocks among the first `num_tokens` tokens in the index."""
+    def cache(self, slot: int, num_tokens: int, end: int) -> None:
+        """Enter the full blocks among the first `num_tokens` tokens in the index.
+
+        Parameters
+        ----------
+        slot : int
+        num_tokens : int
+            Tokens that are known and computed, or will be when the step is over.
+        end : int
+            Computed tokens then, known or not.
+        """
         # With fine hashes an entry can be due (again) at any length.
         if not self.hashing or (num_tokens < self.cache_at[slot] and not self.fine):
             return
@@ -278,8 +293,18 @@ class KVCache:
         if len(self.groups) > 1 and not self.fine:
             aligned -= num_tokens % self.scheduler_block_size
         for group in self.groups:
-            group.cache(slot, aligned, num_prompt, hashes)
+            entered = group.cache(slot, aligned, end, num_prompt, hashes)
+            if self._retracts:
+                self._entered.setdefault(slot, []).extend(entered)
         self.cache_at[slot] = (num_tokens // self.block_size + 1) * self.block_size
+
+    def retract(self, slot: int) -> None:
+        """Take back the hashes of blocks that this step was to fill and now will not.
+
+        vLLM does not, and lets later requests hit blocks that nobody computed.
+        """
+        for block in self._entered.pop(slot, ()):
+            self.pool.drop_keys(block)
 
     def free(self, slot: int) -> None:
         """Take all blocks from a request, group by group."""
@@ -319,7 +344,11 @@ class KVCache:
         return ids if self._gdn else ()
 
     def _make_groups(
-        self, cache: CacheConfig, speculative: SpeculativeConfig | None, gdn_block: int
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        speculative: SpeculativeConfig | None,
+        gdn_block: int,
     ) -> tuple[BlockGroup, ...]:
         drafts = speculative.num_speculative_tokens if speculative else 0
         capacity = self._requests.capacity
@@ -348,6 +377,7 @@ class KVCache:
                         capacity,
                         width + drafts,
                         drafts,
+                        publishes_overwritten=scheduler.quirks.overwritten_tail_published,
                     )
                 )
             else:

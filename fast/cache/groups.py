@@ -155,21 +155,32 @@ class BlockGroup:
         # Places beyond the longest sequence are never asked for.
         return UNLIMITED if slots >= max_model_len else slots - num_lookahead
 
-    def cache(self, slot: int, num_tokens: int, num_prompt: int, hashes: Sequence[bytes]) -> None:
+    def cache(
+        self, slot: int, num_tokens: int, end: int, num_prompt: int, hashes: Sequence[bytes]
+    ) -> list[int]:
         """Enter the full blocks of the first `num_tokens` tokens in the pool's index.
 
         Parameters
         ----------
         slot : int
         num_tokens : int
+            Tokens that are known and will have been computed.
+        end : int
+            Tokens that will have been computed, known or not.
         num_prompt : int
             Length of the prompt, whose last hash boundary may become a partial entry.
         hashes : sequence of bytes
             The request's hashes, of `hash_block_size` tokens each.
+
+        Returns
+        -------
+        list of int
+            The blocks that got a key.
         """
+        entered: list[int] = []
         first, last = int(self.num_cached[slot]), num_tokens // self.block_size
         if first >= last:
-            return
+            return entered
         scale = self.block_size // self.hash_block_size
         for place in range(first, last):
             block = int(self.table[slot, place])
@@ -179,7 +190,9 @@ class BlockGroup:
             self.pool.drop_keys(block)
             key = group_key(hashes[(place + 1) * scale - 1], self.index)
             self.pool.add_key(block, key, (place + 1) * self.block_size)
+            entered.append(block)
         self.num_cached[slot] = last
+        return entered
 
     def free(self, slot: int) -> None:
         """Take all blocks from a request, the last one first in line for reuse."""
@@ -218,7 +231,9 @@ class BlockGroup:
         # The holder that the request was for the source now stands for the copy order.
         self.pool.ref_counts[copy] += 1
 
-    def _enter_partial(self, slot: int, num_tokens: int, hashes: Sequence[bytes]) -> bytes | None:
+    def _enter_partial(
+        self, slot: int, num_tokens: int, hashes: Sequence[bytes], entered: list[int]
+    ) -> bytes | None:
         """Make the block of a prefix that ends inside it reachable; return the key."""
         place = num_tokens // self.block_size
         if place >= self.counts[slot]:
@@ -229,7 +244,8 @@ class BlockGroup:
         key = group_key(hashes[num_tokens // self.hash_block_size - 1], self.index)
         if not self.pool.holds_key(block, key) and 0 < self.pool.key_tokens(block) < num_tokens:
             self.pool.drop_keys(block)
-        self.pool.add_key(block, key, num_tokens)
+        if self.pool.add_key(block, key, num_tokens):
+            entered.append(block)
         return key
 
 
@@ -250,12 +266,15 @@ class FullAttentionGroup(BlockGroup):
         super().__init__(index, block_size, hash_block_size, pool, capacity, width)
         self.clears_blocks = clears_blocks
 
-    def cache(self, slot: int, num_tokens: int, num_prompt: int, hashes: Sequence[bytes]) -> None:
+    def cache(
+        self, slot: int, num_tokens: int, end: int, num_prompt: int, hashes: Sequence[bytes]
+    ) -> list[int]:
         """Enter full blocks and, with fine hashes, the tail of the prompt."""
-        super().cache(slot, num_tokens, num_prompt, hashes)
+        entered = super().cache(slot, num_tokens, end, num_prompt, hashes)
         boundary = num_prompt // self.hash_block_size * self.hash_block_size
         if boundary <= num_tokens and boundary % self.block_size != 0:
-            self._enter_partial(slot, boundary, hashes)
+            self._enter_partial(slot, boundary, hashes, entered)
+        return entered
 
     def num_common_prefix(self, slot: int, num_holders: int) -> int:
         """Count the leading blocks of a request that all `num_holders` requests hold."""
@@ -320,9 +339,12 @@ class AlignedGdnGroup(BlockGroup):
         capacity: int,
         width: int,
         num_spec_blocks: int,
+        *,
+        publishes_overwritten: bool,
     ) -> None:
         super().__init__(index, block_size, hash_block_size, pool, capacity, width)
         self.num_spec_blocks = num_spec_blocks
+        self.publishes_overwritten = publishes_overwritten
         # Keys whose states are only written in this step: no other request may start from them.
         self._cached_this_step: set[bytes] = set()
         self._last_state: IntArray = np.full(capacity, _NONE, dtype=np.int64)
@@ -426,18 +448,23 @@ class AlignedGdnGroup(BlockGroup):
         """Return the number of tokens up to which `allocate` does nothing."""
         return (int(self.counts[slot]) - self.num_spec_blocks) * self.block_size
 
-    def cache(self, slot: int, num_tokens: int, num_prompt: int, hashes: Sequence[bytes]) -> None:
+    def cache(
+        self, slot: int, num_tokens: int, end: int, num_prompt: int, hashes: Sequence[bytes]
+    ) -> list[int]:
         """Enter the states at full blocks and, with fine hashes, at the end of the prompt.
 
-        A partial entry needs the step to end exactly at the prompt's last hash boundary. The next
-        step writes on in that block, so it first moves the entry to a copy.
+        A partial entry needs the computed tokens to end exactly at the prompt's last hash
+        boundary. The next step writes on in that block, so it first moves the entry to a copy.
+        vLLM looks at the known tokens only, and so also publishes a state that the same step
+        overwrites.
         """
         first = int(self.num_cached[slot])
-        super().cache(slot, num_tokens, num_prompt, hashes)
+        entered = super().cache(slot, num_tokens, end, num_prompt, hashes)
         last = int(self.num_cached[slot])
         boundary = num_prompt // self.hash_block_size * self.hash_block_size
-        if num_tokens == boundary and boundary % self.block_size != 0:
-            key = self._enter_partial(slot, boundary, hashes)
+        ends_there = num_tokens == boundary and (end == boundary or self.publishes_overwritten)
+        if ends_there and boundary % self.block_size != 0:
+            key = self._enter_partial(slot, boundary, hashes, entered)
             if key is not None:
                 place = boundary // self.block_size
                 self._partial_hits[slot] = (place, int(self.table[slot, place]))
@@ -447,6 +474,7 @@ class AlignedGdnGroup(BlockGroup):
             key = self.pool.key(block)
             if key is not None:
                 self._cached_this_step.add(key)
+        return entered
 
     def free(self, slot: int) -> None:
         """Take all blocks from a request."""

@@ -44,16 +44,15 @@ def check_request(
         )
     drafts = speculative_config.num_speculative_tokens if speculative_config else 0
     lookahead = speculative_config.num_lookahead_tokens if speculative_config else 0
-    # The last output token is never computed, but its drafts are.
-    length = min(num_prompt + request.sampling_params.max_tokens - 1 + drafts + lookahead, limit)
+    length = min(num_prompt + request.sampling_params.max_tokens, limit)
     needed = 0
     for group in cache_config.groups:
         if group.layer_type == "full_attention":
-            needed += -(-length // cache_config.block_size)
+            needed += -(-min(length + lookahead, limit) // cache_config.block_size)
         else:
-            # In mode ``align`` the state before the current one is held as well.
             needed += 1 + drafts
             if cache_config.mamba_cache_mode == "align" and length > cache_config.block_size:
+                # A step that crosses a boundary reads one state and writes another.
                 needed += 1
     available = cache_config.num_gpu_blocks - 1
     if needed > available:

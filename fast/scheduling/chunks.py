@@ -78,8 +78,10 @@ def aligned_chunk(state: State, slot: int, start: int, count: int) -> int:
         if state.config.long_prefill_token_threshold > 0:
             largest = min(largest, state.config.long_prefill_token_threshold)
         aligned_end = end - end % size
-        # A block that no chunk can ever fill is computed in unaligned pieces.
-        if aligned_end > start or size <= largest:
+        # A block that no chunk can ever fill is computed in unaligned pieces; so is, except in
+        # vLLM, one that the budget left over does not fill.
+        fills_later = size <= largest and state.config.quirks.aligned_split_starves
+        if aligned_end > start or fills_later:
             end = aligned_end
     stops = [last]
     if start % size:

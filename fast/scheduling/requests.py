@@ -10,12 +10,15 @@ import numpy.typing as npt
 from servespec.fast.cache.block_pool import IntArray
 from servespec.reference.contracts import Request, RequestError, RequestStatus
 
-__all__ = ["POISON", "RequestTable", "doubled"]
+__all__ = ["NEVER", "POISON", "RequestTable", "doubled"]
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
 POISON = -7
 """What the fields of a free slot hold, so that a stale read shows."""
+
+NEVER = 1 << 60
+"""A number of tokens that no request reaches."""
 
 _FIELDS = (
     "serial",
@@ -45,6 +48,10 @@ class RequestTable:
     Parameters
     ----------
     max_model_len : int
+    num_spec_tokens : int
+        Drafts of a request there is room for in the beginning.
+    min_tokens_outlive_model_len : bool
+        Whether ``min_tokens`` keeps a request alive that has reached `max_model_len`.
     capacity : int
         Slots in the beginning; their number doubles as needed.
 
@@ -87,6 +94,8 @@ class RequestTable:
         Draft tokens, `num_drafts` of them; -1 is a placeholder.
     requests : list of (Request or None)
         By slot.
+    hard_limit : int
+        Known tokens at which a request ends even before ``min_tokens``.
     any_drafts : bool
         Whether any request may ever have drafts.
     slot_of : dict of str to int
@@ -112,8 +121,16 @@ class RequestTable:
     stops_slowly: IntArray
     last_step: IntArray
 
-    def __init__(self, max_model_len: int, num_spec_tokens: int, capacity: int = 64) -> None:
+    def __init__(
+        self,
+        max_model_len: int,
+        num_spec_tokens: int,
+        *,
+        min_tokens_outlive_model_len: bool = False,
+        capacity: int = 64,
+    ) -> None:
         self.max_model_len = max_model_len
+        self.hard_limit = NEVER if min_tokens_outlive_model_len else max_model_len
         self.capacity = capacity
         self.any_drafts = num_spec_tokens > 0
         self._fields: IntArray = np.full((len(_FIELDS), capacity), POISON, dtype=np.int64)

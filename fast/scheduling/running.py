@@ -128,8 +128,8 @@ def _grow_together(state: State, plan: Plan, slots: IntArray, counts: IntArray) 
         plan.grown_slots, plan.grown_ids = grown, cache.allocate_each(grown, group)
     if cache.hashing:
         lengths = np.minimum(ends, state.requests.num_tokens[slots])
-        for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
-            cache.cache(slot, length)
+        for slot, length, end in zip(slots.tolist(), lengths.tolist(), ends.tolist(), strict=True):
+            cache.cache(slot, length, end)
     return True
 
 
@@ -205,13 +205,17 @@ def _take_victim(state: State, plan: Plan, index: int) -> tuple[int, int]:
     running = state.running
     if state.config.policy == "fcfs":
         return running.pop(), index
+    by_id = not state.config.quirks.victim_tie_ignores_id
     ranks = []
     for slot in running.slots.tolist():
         request = state.requests.request(slot)
-        ranks.append((request.priority, request.arrival_time))
+        tie = request.request_id if by_id else ""
+        ranks.append((request.priority, request.arrival_time, tie))
     place = ranks.index(max(ranks))
     victim = running.pop(place)
     withdrawn = plan.withdraw(victim)
+    if withdrawn:
+        state.cache.retract(victim)
     if withdrawn or (place < index and not state.config.quirks.priority_victim_skips_next):
         index -= 1
     return victim, index

@@ -149,7 +149,11 @@ class State:
         self.config = scheduler
         self.num_spec_tokens = speculative.num_speculative_tokens if speculative else 0
         self.use_eagle = speculative is not None and speculative.use_eagle
-        self.requests = RequestTable(scheduler.max_model_len, self.num_spec_tokens)
+        self.requests = RequestTable(
+            scheduler.max_model_len,
+            self.num_spec_tokens,
+            min_tokens_outlive_model_len=scheduler.quirks.min_tokens_outlive_model_len,
+        )
         self.cache = KVCache(scheduler, cache, speculative, self.requests)
         self.running = RunningList(scheduler.max_num_seqs)
         self.waiting = self.new_queue()

@@ -26,6 +26,9 @@ def stop_status(requests: RequestTable, slot: int) -> tuple[RequestStatus, StopR
     """
     num_tokens = int(requests.num_tokens[slot])
     if num_tokens < requests.stop_from[slot]:
+        # Only a sequence that can grow no further stops before its time.
+        if num_tokens >= requests.hard_limit:
+            return RequestStatus.FINISHED_LENGTH_CAPPED, None
         return None
     params = requests.request(slot).sampling_params
     token = int(requests.token_ids[slot, num_tokens - 1])

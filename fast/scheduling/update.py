@@ -159,7 +159,7 @@ def _append(
             may_stop |= requests.stops_slowly[owners] != 0
         if not may_stop.any():
             continue
-        may_stop &= lengths >= rows.stop_from[places]
+        may_stop &= (lengths >= rows.stop_from[places]) | (lengths >= requests.hard_limit)
         for place in np.arange(len(counts))[places][may_stop].tolist():
             end = stop_status(requests, int(rows.slots[place]))
             if end is not None:
@@ -190,8 +190,8 @@ def _settle(
         slot = int(slots[row])
         runs = requests.status[slot] == RequestStatus.RUNNING
         if state.config.async_scheduling and runs:
-            final_tokens = requests.num_computed[slot] - requests.num_placeholders[slot]
-            cache.cache(slot, int(final_tokens))
+            end = int(requests.num_computed[slot])
+            cache.cache(slot, end - int(requests.num_placeholders[slot]), end)
         if row in finished:
             (running if runs else waiting).append(slot)
             state.release(slot)

@@ -15,7 +15,7 @@ def attention(pool: BlockPool, unit: int = 4) -> FullAttentionGroup:
 
 
 def aligned(pool: BlockPool, drafts: int = 0, unit: int = 4) -> AlignedGdnGroup:
-    return AlignedGdnGroup(0, 4, unit, pool, 4, 12, drafts)
+    return AlignedGdnGroup(0, 4, unit, pool, 4, 12, drafts, publishes_overwritten=False)
 
 
 class TestFullAttention:
@@ -39,7 +39,7 @@ class TestFullAttention:
         pool = BlockPool(6, enable_caching=True)
         group = attention(pool)
         group.allocate(0, 12, 12)
-        group.cache(0, 8, 12, HASHES)
+        group.cache(0, 8, 8, 12, HASHES)
         group.free(0)
         assert pool.free.to_array().tolist() == [3, 4, 5, 2, 1]
 
@@ -47,7 +47,7 @@ class TestFullAttention:
         pool = BlockPool(6, enable_caching=True)
         group = attention(pool)
         group.allocate(0, 11, 11)
-        group.cache(0, 11, 11, HASHES)
+        group.cache(0, 11, 11, 11, HASHES)
         assert pool.cached_blocks() == {1, 2}
 
     def test_the_common_prefix_ends_at_the_first_block_not_held_by_all(self) -> None:
@@ -64,7 +64,7 @@ class TestFullAttention:
         pool = BlockPool(8, enable_caching=True)
         group = attention(pool, unit=2)
         group.allocate(0, 6, 6)
-        group.cache(0, 6, 6, HASHES)
+        group.cache(0, 6, 6, 6, HASHES)
         assert pool.cached_blocks() == {1, 2}
         assert group.demand(1, 8, 8, (1, 2), 6) == 1
         group.adopt(1, (1, 2), 6)
@@ -136,7 +136,7 @@ class TestGdnModeAlign:
         pool = BlockPool(10, enable_caching=True)
         group = aligned(pool)
         group.allocate(0, 4, 4)
-        group.cache(0, 4, 9, HASHES)
+        group.cache(0, 4, 4, 9, HASHES)
         assert group.demand(1, 8, 8, (1,), 4) == 11
         group.new_step()
         assert group.demand(1, 8, 8, (1,), 4) == 1
@@ -145,7 +145,7 @@ class TestGdnModeAlign:
         pool = BlockPool(10, enable_caching=True)
         group = aligned(pool, unit=2)
         group.allocate(0, 6, 6)
-        group.cache(0, 6, 7, HASHES)
+        group.cache(0, 6, 6, 7, HASHES)
         assert group.block_ids(0) == [0, 1]
         assert pool.cached_blocks() == {1}
         # vLLM counts the copy and, as if the table grew, one more.

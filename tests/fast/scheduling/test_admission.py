@@ -38,10 +38,10 @@ def test_a_prompt_has_to_leave_room_for_a_token() -> None:
 
 
 def test_a_request_has_to_fit_alone() -> None:
-    # 9 + 8 tokens, the last of which is never computed: 16 places, 4 blocks and the null block.
-    check_request(request(9, 8), SCHEDULER, cache(5, ATTENTION))
-    with pytest.raises(CacheTooSmallError, match="17 tokens need 5 blocks"):
-        check_request(request(9, 9), SCHEDULER, cache(5, ATTENTION))
+    # 16 places take 4 blocks, and there is the null block.
+    check_request(request(9, 7), SCHEDULER, cache(5, ATTENTION))
+    with pytest.raises(CacheTooSmallError, match="17 tokens need 5 blocks: num_gpu_blocks = 5"):
+        check_request(request(9, 8), SCHEDULER, cache(5, ATTENTION))
 
 
 def test_output_beyond_the_longest_sequence_does_not_count() -> None:
@@ -50,14 +50,19 @@ def test_output_beyond_the_longest_sequence_does_not_count() -> None:
 
 def test_gdn_states_count() -> None:
     # One state in mode none, two at a time in mode align.
-    check_request(request(9, 8), SCHEDULER, cache(6, GDN, ATTENTION))
+    check_request(request(9, 7), SCHEDULER, cache(6, GDN, ATTENTION))
     with pytest.raises(CacheTooSmallError):
-        check_request(request(9, 8), SCHEDULER, cache(6, GDN, ATTENTION, mode="align"))
-    check_request(request(9, 8), SCHEDULER, cache(7, GDN, ATTENTION, mode="align"))
+        check_request(request(9, 7), SCHEDULER, cache(6, GDN, ATTENTION, mode="align"))
+    check_request(request(9, 7), SCHEDULER, cache(7, GDN, ATTENTION, mode="align"))
+    # A sequence within one block never has two states.
+    check_request(request(2, 2), SCHEDULER, cache(3, GDN, ATTENTION, mode="align"))
 
 
-def test_drafts_and_lookahead_count() -> None:
+def test_draft_states_and_lookahead_count() -> None:
     drafts = SpeculativeConfig(method="mtp", num_speculative_tokens=2)
-    with pytest.raises(CacheTooSmallError, match="20 tokens need 5 blocks"):
-        check_request(request(9, 8), SCHEDULER, cache(5, ATTENTION), drafts)
-    check_request(request(9, 8), SCHEDULER, cache(6, ATTENTION), drafts)
+    with pytest.raises(CacheTooSmallError, match="16 tokens need 5 blocks"):
+        check_request(request(9, 7), SCHEDULER, cache(5, ATTENTION), drafts)
+    check_request(request(9, 7), SCHEDULER, cache(6, ATTENTION), drafts)
+    with pytest.raises(CacheTooSmallError, match="16 tokens need 8 blocks"):
+        check_request(request(9, 7), SCHEDULER, cache(8, GDN, ATTENTION), drafts)
+    check_request(request(9, 7), SCHEDULER, cache(9, GDN, ATTENTION), drafts)

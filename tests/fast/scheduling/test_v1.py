@@ -210,7 +210,7 @@ class TestPreemption:
     @pytest.mark.parametrize(("quirk", "expected"), [(False, ["x", "z"]), (True, ["x"])])
     def test_a_victim_that_was_passed_over(self, quirk: bool, expected: list[str]) -> None:
         """vllm-project/vllm#49097: the victim's place shifts the list under the loop."""
-        quirks = Quirks(priority_victim_skips_next=quirk)
+        quirks = Quirks(priority_victim_skips_next=quirk, min_tokens_outlive_model_len=True)
         scheduler = make(blocks=7, policy="priority", quirks=quirks, max_model_len=8, budget=8)
         # y reaches max_model_len - 1 computed tokens and, not stopping before 50 tokens of
         # output, is passed over for ever (vllm-project/vllm#51299).
@@ -226,6 +226,41 @@ class TestPreemption:
         plan = step(scheduler)
         assert plan.preempted_req_ids == {"y"}
         assert list(plan.num_scheduled_tokens) == expected
+
+    @pytest.mark.parametrize(("quirk", "victim"), [(True, "b"), (False, "c")])
+    def test_a_tie_among_victims(self, quirk: bool, victim: str) -> None:
+        """Of equals the one whose id comes last goes; in vLLM the one admitted first."""
+        quirks = Quirks(victim_tie_ignores_id=quirk)
+        scheduler = make(blocks=7, policy="priority", quirks=quirks)
+        scheduler.add_request(request("a", 8, 20))
+        step(scheduler)
+        for name in "bc":
+            scheduler.add_request(request(name, 4, 20, priority=1))
+        # a takes its third block; b and c hold one each and want a second; one is left.
+        assert step(scheduler).num_scheduled_tokens == {"a": 1, "b": 4, "c": 4}
+        plan = step(scheduler)
+        assert plan.preempted_req_ids == {victim}
+
+    @pytest.mark.parametrize("quirk", [False, True])
+    def test_hashes_of_a_step_that_was_called_off(self, quirk: bool) -> None:
+        """y is to fill blocks 6 and 7, but then x needs a block, and y has to go."""
+        scheduler = make(
+            blocks=8,
+            policy="priority",
+            caching=True,
+            long_prefill_token_threshold=8,
+            quirks=Quirks(preempted_step_stays_cached=quirk),
+        )
+        scheduler.add_request(request("y", 24, 20, priority=1))
+        step(scheduler)
+        scheduler.add_request(request("x", 4, 20, priority=0))
+        step(scheduler)
+        assert scheduler.snapshot().block_tables == {"y": ((1, 2, 3, 4),), "x": ((5,),)}
+        plan = step(scheduler)
+        assert plan.preempted_req_ids == {"y"}
+        assert plan.num_scheduled_tokens == {"x": 1}
+        # x took block 7; block 6 was never computed.
+        assert scheduler.snapshot().cached_blocks == {1, 2, 3, 4, 5} | ({6} if quirk else set())
 
     def test_a_request_that_cannot_be_helped_preempts_itself(self) -> None:
         scheduler = make(blocks=3)
@@ -361,6 +396,30 @@ class TestPrefixCaching:
         # One copy for each of the two GDN groups and one for attention.
         assert len(plan.kv_cache_block_copies) == 3
 
+    @pytest.mark.parametrize("quirk", [False, True])
+    def test_a_tail_that_the_same_step_overwrites(self, quirk: bool) -> None:
+        """Asynchronously the first decode runs on from the prompt's end at 6 known tokens.
+
+        Its step moves the entry of the prompt's tail to a copy, for it writes on in the state
+        block; vLLM enters that block again, since the known tokens still end there.
+        """
+        scheduler = make(
+            caching=True,
+            groups=HYBRID,
+            unit=2,
+            async_scheduling=True,
+            quirks=Quirks(overwritten_tail_published=quirk),
+        )
+        scheduler.add_request(request("a", 6, 9))
+        chunks = [scheduler.schedule().num_tokens.tolist() for _ in range(2)]
+        assert chunks == [[4], [2]]
+        state = scheduler.snapshot().block_tables["a"][0][-1]
+        assert state in scheduler.snapshot().cached_blocks
+        plan = scheduler.schedule().to_contract()
+        assert plan.kv_cache_block_copies[0].src_block_id == state
+        assert plan.kv_cache_block_copies[0].dst_block_id in scheduler.snapshot().cached_blocks
+        assert (state in scheduler.snapshot().cached_blocks) == quirk
+
     def test_resetting_needs_an_empty_cache(self) -> None:
         scheduler = make(caching=True)
         scheduler.add_request(request("a", self.PROMPT))
@@ -392,15 +451,17 @@ class TestAlignedChunks:
         scheduler.add_request(request("a", 10))
         assert [step(scheduler).num_scheduled_tokens["a"] for _ in range(4)] == [4, 4, 2, 1]
 
-    def test_a_budget_below_a_block_starves_the_prefill(self) -> None:
+    @pytest.mark.parametrize(("quirk", "expected"), [(True, [0, 0, 0]), (False, [3, 1, 3])])
+    def test_a_budget_below_a_block(self, quirk: bool, expected: list[int]) -> None:
         """vllm-project/vllm#45414: three decodes leave 3 of 6 tokens, less than a block."""
-        scheduler = make(caching=True, groups=HYBRID, budget=6, max_num_seqs=4)
+        quirks = Quirks(aligned_split_starves=quirk)
+        scheduler = make(caching=True, groups=HYBRID, budget=6, max_num_seqs=4, quirks=quirks)
         for name in "abc":
             scheduler.add_request(request(name, 1, 30))
         step(scheduler)
         scheduler.add_request(request("d", 9))
-        for _ in range(5):
-            assert "d" not in step(scheduler).num_scheduled_tokens
+        found = [step(scheduler).num_scheduled_tokens.get("d", 0) for _ in range(3)]
+        assert found == expected
 
     def test_a_block_wider_than_any_chunk_is_computed_in_pieces(self) -> None:
         scheduler = make(caching=True, groups=HYBRID, budget=3)
@@ -443,6 +504,17 @@ class TestStops:
         assert output.new_token_ids == tokens[:kept]
         assert (output.finish_reason, output.stop_reason) == (reason, told)
         assert scheduler.has_unfinished_requests() == (reason is None)
+
+    @pytest.mark.parametrize("quirk", [False, True])
+    def test_min_tokens_beyond_the_longest_sequence(self, quirk: bool) -> None:
+        """vllm-project/vllm#51299: in vLLM such a request runs for ever."""
+        quirks = Quirks(min_tokens_outlive_model_len=quirk)
+        scheduler = make(max_model_len=6, quirks=quirks)
+        scheduler.add_request(request("a", 4, 50, min_tokens=40, eos_token_id=7))
+        for _ in range(5):
+            step(scheduler)
+        assert scheduler.has_unfinished_requests() == quirk
+        assert len(scheduler.snapshot().running) == quirk
 
     def test_the_longest_sequence_ends_a_request(self) -> None:
         scheduler = make(max_model_len=6)
