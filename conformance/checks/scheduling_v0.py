@@ -38,6 +38,8 @@ class V0StepTaken:
     Attributes
     ----------
     events : V0Step
+    now : float
+        Seconds on the clock.
     before, planned, after : V0Snapshot
         The state before the plan, after it, and after its samples.
     output : V0SchedulerOutput or None
@@ -49,6 +51,7 @@ class V0StepTaken:
     """
 
     events: V0Step
+    now: float
     before: V0Snapshot
     planned: V0Snapshot
     after: V0Snapshot
@@ -88,7 +91,13 @@ def drive_v0(scheduler: V0SchedulerUnderTest, workload: V0Workload) -> Iterator[
             output = scheduler.schedule(clock)
         except V0SchedulingError as error:
             yield V0StepTaken(
-                events=events, before=before, planned=before, after=before, error=error, sampled={}
+                events=events,
+                now=clock,
+                before=before,
+                planned=before,
+                after=before,
+                error=error,
+                sampled={},
             )
             return
         planned = scheduler.snapshot()
@@ -97,6 +106,7 @@ def drive_v0(scheduler: V0SchedulerUnderTest, workload: V0Workload) -> Iterator[
         after = scheduler.snapshot()
         yield V0StepTaken(
             events=events,
+            now=clock,
             before=before,
             planned=planned,
             after=after,
@@ -199,17 +209,19 @@ def _rule(plan: V0SchedulerOutput | V0SchedulingError) -> str | None:
     return plan.rule if isinstance(plan, V0SchedulingError) else None
 
 
-def count_v0(taken: V0StepTaken, counts: Counter[str]) -> None:
+def count_v0(taken: V0StepTaken, case: V0Case, counts: Counter[str]) -> None:
     """Count what a step did.
 
     Parameters
     ----------
     taken : V0StepTaken
+    case : V0Case
     counts : Counter
         Gains, by what is scheduled, ``prefills``, ``resumed_prefills`` (of recomputed groups),
         ``unfinished_chunks``, ``decodes``, ``forked_decodes``, ``mixed_batches``, ``sat_out``
         (running groups the budget did not reach), ``blocked_heads`` (steps with waiting groups
-        and no prefill), ``negative_chunks`` (after an overrun budget), ``idle_steps``; by what
+        and no prefill), ``held_back`` (those in which prompts waited for company),
+        ``negative_chunks`` (after an overrun budget), ``idle_steps``; by what
         moves, ``recomputes``, ``swap_outs``, ``swap_ins``, ``moved_blocks``, ``copied_blocks``,
         ``lookahead_steps``, ``leaked_blocks`` (held by no sequence); by what ends, ``aborts``,
         ``ignored_prompts``, ``ignored_swapped``, ``ended_by_stop``, ``ended_by_length``; ``forks``
@@ -235,6 +247,7 @@ def count_v0(taken: V0StepTaken, counts: Counter[str]) -> None:
     counts["mixed_batches"] += 0 < output.num_prefill_groups < len(groups)
     counts["sat_out"] += len(planned.running) - len(groups)
     counts["blocked_heads"] += bool(before.waiting) and output.num_prefill_groups == 0
+    counts["held_back"] += _held_back(taken, case)
     counts["idle_steps"] += not groups
     was_running, was_swapped = set(before.running), set(before.swapped)
     counts["recomputes"] += len(was_running.intersection(planned.waiting))
@@ -262,6 +275,16 @@ def count_v0(taken: V0StepTaken, counts: Counter[str]) -> None:
             counts["dropped_beams"] += len(group.block_tables) - len(parents)
 
 
+def _held_back(taken: V0StepTaken, case: V0Case) -> bool:
+    config, before = case.scheduler, taken.before
+    considered = config.enable_chunked_prefill or not before.swapped
+    if not (config.delay_factor and considered and before.waiting and before.running):
+        return False
+    arrived = {request.request_id: request.arrival_time for request in case.workload.requests}
+    waited = taken.now - min(arrived[name] for name in before.waiting)
+    return waited <= config.delay_factor * taken.planned.last_prompt_latency
+
+
 def compare_v0(
     case: V0Case, expected: V0SchedulerFactory, got: V0SchedulerFactory, tally: Tally
 ) -> None:
@@ -287,6 +310,6 @@ def compare_v0(
         attempt(got.make_v0_scheduler, case.scheduler, case.cache),
     )
     for taken in drive_v0(lockstep, case.workload):
-        count_v0(taken, tally.counts)
+        count_v0(taken, case, tally.counts)
         tally.steps += 1
         tally.tokens += sum(len(result.outputs) for result in taken.outputs)

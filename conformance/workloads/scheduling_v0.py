@@ -74,8 +74,8 @@ class V0Workload:
     num_token_ids : int
         Samples are below this number.
     churn : float
-        How often, in [0, 1], a beam search drops beams for forks of others; other groups do so
-        ten times less often.
+        How often, in [0, 1], a beam search drops beams, some of them for forks of others; other
+        groups do so five times less often.
     """
 
     steps: tuple[V0Step, ...]
@@ -138,8 +138,8 @@ class PretendSampler:
         chance = random.Random(f"{self._workload.token_seed} {request_id} {times}")
         if times == 0:
             chosen = parents * request.best_of
-        elif chance.random() < self._workload.churn * (1.0 if request.use_beam_search else 0.1):
-            chosen = tuple(sorted(chance.choices(parents, k=len(parents))))
+        elif chance.random() < self._workload.churn * (1.0 if request.use_beam_search else 0.2):
+            chosen = tuple(sorted(chance.choices(parents, k=chance.randint(1, len(parents)))))
         else:
             chosen = parents
         return tuple(
@@ -263,10 +263,11 @@ def _scheduler_config(
 def _workload(
     combination: V0Combination, scheduler: V0SchedulerConfig, rng: random.Random
 ) -> V0Workload:
-    # Siblings that finish at different times make V0 give up once they are recomputed, and forks
-    # in a pool where only recomputation is allowed as well, so neither happens in every case.
-    staggered = rng.random() < 0.4
+    # Siblings that end at different times shrink a group until it is recomputed instead of swapped,
+    # at which V0 gives up if an older sibling lives. Forks where only recomputation is allowed
+    # end a run as well, so neither happens in every case.
     widest = combination.widest if rng.random() < 0.8 else 1
+    style = rng.choice(("plain", "plain", "stops", "thinning" if widest > 1 else "stops"))
     steps: list[V0Step] = []
     clock = _START
     names: list[str] = []
@@ -276,7 +277,7 @@ def _workload(
         add = []
         for _ in range(rng.choice((0, 1, 1, 2, 4))):
             names.append(f"r{len(names)}")
-            add.append(_request(names[-1], clock, scheduler, widest, staggered, rng))
+            add.append(_request(names[-1], clock, scheduler, widest, style, rng))
         abort = rng.sample(names, min(len(names), 2)) if rng.random() < 0.06 else []
         steps.append(V0Step(elapsed=elapsed, add=tuple(add), abort=tuple(abort)))
     return V0Workload(steps=tuple(steps), token_seed=rng.randrange(2**32), num_token_ids=30)
@@ -287,7 +288,7 @@ def _request(
     clock: float,
     scheduler: V0SchedulerConfig,
     widest: int,
-    staggered: bool,
+    style: str,
     rng: random.Random,
 ) -> SequenceGroupRequest:
     most = scheduler.max_model_len
@@ -296,16 +297,22 @@ def _request(
         length = most + rng.randint(0, 8)
     best_of = rng.randint(1, widest)
     max_tokens = rng.randint(1, 24)
+    min_tokens = 0
+    beams = rng.random() < 0.3
+    if style == "thinning":
+        length, best_of, max_tokens, beams = rng.randint(1, 8), widest, 48, False
+    elif style == "stops":
+        min_tokens = rng.choice((0, rng.randint(0, max_tokens)))
     return SequenceGroupRequest(
         request_id=name,
         prompt_token_ids=tuple(rng.randrange(30) for _ in range(length)),
         sampling_params=SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=rng.randint(0, max_tokens) if staggered else 0,
-            eos_token_id=3 if staggered and rng.random() < 0.5 else None,
-            stop_token_ids=(5, 7) if staggered and rng.random() < 0.5 else (),
+            min_tokens=min_tokens,
+            eos_token_id=3 if style != "plain" and rng.random() < 0.5 else None,
+            stop_token_ids=(5, 7) if style != "plain" and rng.random() < 0.7 else (),
         ),
         best_of=best_of,
-        use_beam_search=best_of > 1 and rng.random() < 0.3,
+        use_beam_search=best_of > 1 and beams,
         arrival_time=clock - rng.choice((0.0, 0.0, 0.0, 0.5, 3.0)),
     )
