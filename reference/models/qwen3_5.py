@@ -213,6 +213,8 @@ def _full_attention(
     for row, (table, seq_len) in enumerate(
         zip(metadata.block_tables, metadata.seq_lens, strict=True)
     ):
+        if starts[row] >= tokens:
+            break  # dummy rows of a padded step
         span = slice(starts[row], starts[row + 1])
         keys, values = read_kv(memory, index, table, seq_len)
         mixed[span] = attention(query[span], keys, values, config.head_dim**-0.5)
@@ -236,10 +238,11 @@ class _GdnRow:
 
 
 def _gdn_rows(batch: BatchRecord, metadata: GdnMetadata) -> tuple[_GdnRow, ...]:
-    masks = metadata.spec_sequence_masks or (False,) * len(batch.req_ids)
+    masks = (metadata.spec_sequence_masks or (False,) * len(batch.req_ids))[: len(batch.req_ids)]
     spec_blocks = iter(metadata.spec_state_indices or ())
     spec_accepted = iter(metadata.num_accepted_tokens or ())
     other_blocks = iter(metadata.non_spec_state_indices or ())
+    initial_blocks = iter(metadata.non_spec_initial_state_indices or ())
     # Only batches with a prefill carry flags; elsewhere every row is a decode and has a state.
     flags: Iterator[bool] = iter(metadata.has_initial_state or ())
     rows: list[_GdnRow] = []
@@ -256,8 +259,10 @@ def _gdn_rows(batch: BatchRecord, metadata: GdnMetadata) -> tuple[_GdnRow, ...]:
             )
             recurrent = True
         else:
-            source = next(other_blocks)
-            pieces = ((slice(start, end), source),)
+            block = next(other_blocks)
+            # After a step with drafts the state is in the column of the last accepted one.
+            source = next(initial_blocks, block)
+            pieces = ((slice(start, end), block),)
             recurrent = num_others < metadata.num_decodes
             num_others += 1
         fresh = computed == 0 or (not is_spec and not next(flags, True))
