@@ -121,6 +121,9 @@ class PlanStream:
     ----------
     config : EngineConfig
     random : random.Random
+    realistic : bool
+        Whether a model can follow: no prefix hit on blocks that nobody filled, and no output
+        dropped, since a recurrent state cannot go back.
 
     Attributes
     ----------
@@ -130,6 +133,7 @@ class PlanStream:
 
     config: EngineConfig
     random: Random
+    realistic: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     _lives: list[_Life] = field(default_factory=list)
     _finished: set[str] = field(default_factory=set)
@@ -186,7 +190,11 @@ class PlanStream:
             if life.known and not life.resumed and self._chance("preempted", 0.06):
                 self._release(life)
                 life.computed, life.resumed = 0, True
-            elif len(life.token_ids) > life.num_prompt + 1 and self._chance("output dropped", 0.02):
+            elif (
+                not self.realistic
+                and len(life.token_ids) > life.num_prompt + 1
+                and self._chance("output dropped", 0.02)
+            ):
                 life.token_ids.pop()
                 life.computed = min(life.computed, len(life.token_ids) - 1)
         if self._chance("shuffled", 0.1):
@@ -210,7 +218,7 @@ class PlanStream:
         known = len(life.token_ids)
         if (not life.known or life.resumed) and life.computed == 0:
             boundary = (known - 1) // self.config.cache.block_size * self.config.cache.block_size
-            if boundary and self._chance("prefix hit", 0.2):
+            if boundary and not self.realistic and self._chance("prefix hit", 0.2):
                 life.computed = boundary
         remaining = known - life.computed
         room = self.config.scheduler.max_model_len - known
