@@ -5,6 +5,10 @@ one token a row (BNSD: batch, heads, sequence, dimensions) and with pages of a c
 are views: a row's queries, keys and values are the same numbers wherever they lie, and what is
 computed of them is `attention.attention`. Attention states only choose among the views.
 
+Where descriptions of the backend say that decodes and prefills of a mixed step go to kernels in
+layouts of their own, the pinned code does that for INT8 K/V and for one device generation only. A
+mixed bfloat16 step is one packed call that ignores where the metadata divide it.
+
 Source: ``npu_fused_infer_attention_score`` as ``vllm_ascend/attention/attention_v1.py`` calls it.
 """
 
