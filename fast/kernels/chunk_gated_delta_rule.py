@@ -12,6 +12,10 @@ All but the lines with ``S`` is done for many chunks at once; then the chunks of
 another while all rows advance side by side. A row of fewer than 64 tokens takes a smaller chunk, a
 power of two that depends on its own length alone. Padding is exact: ``g = β = 0`` adds nothing.
 
+A decay below ``exp(-60)`` counts as zero. What it multiplies is then 19 orders of magnitude below
+the rounding of float32, and products with it would be subnormal numbers, on which processors are a
+hundred times slower.
+
 Source: ``torch_chunk_gated_delta_rule`` of transformers' ``modeling_qwen3_5.py``; the derivation is
 Yang et al., "Gated Delta Networks" (arXiv 2412.06464).
 """
@@ -24,11 +28,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 __all__ = ["ChunkPlan", "chunk_gated_delta_rule", "plan_chunks"]
 
 _MAX_CHUNK = 64
 _MIN_CHUNK = 4
+_MIN_LOG_DECAY = -60.0
 # Chunks times tokens prepared at once: bounds the memory, and keeps it in the cache.
 _MAX_TOKENS = 512
 
@@ -169,6 +175,10 @@ def chunk_gated_delta_rule(
     return out
 
 
+def _decay(log: Tensor) -> Tensor:
+    return functional.threshold(log, _MIN_LOG_DECAY, -torch.inf).exp_()
+
+
 def _advance(
     q: Tensor,
     k: Tensor,
@@ -197,10 +207,10 @@ def _advance(
     padding = segment.padding.unsqueeze(1)
     total = chunked(g).masked_fill(padding, 0.0).cumsum(dim=-1)
     beta = chunked(beta).masked_fill(padding, 0.0).unsqueeze(-1)
-    grown = total.exp().unsqueeze(-1)
+    grown = _decay(total).unsqueeze(-1)
 
     upper = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(upper, -torch.inf).exp_()
+    decay = _decay((total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(upper, -torch.inf))
     decay = decay.view(chunks, key_heads, share, size, size)
     shape = (chunks, value_heads, size, -1)
     lower = (decay * per_value_head(k @ k.transpose(2, 3))).view(shape).mul_(beta)
@@ -211,7 +221,7 @@ def _advance(
     u, w = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True).split(
         (dv, k.shape[-1]), dim=-1
     )
-    k = k * (total[..., -1:] - total).exp().unsqueeze(-1)
+    k = k * _decay(total[..., -1:] - total).unsqueeze(-1)
     last = grown[:, :, -1:]
 
     at = 0

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from servespec.fast.cache.memory import GdnStates
 from servespec.fast.kernels.activations import sigmoid_gate, silu_and_mul
@@ -23,6 +22,7 @@ from servespec.fast.kernels.chunk_gated_delta_rule import chunk_gated_delta_rule
 from servespec.fast.kernels.convolution import convolution_decode, convolution_prefill
 from servespec.fast.kernels.gated_delta_rule import gated_delta_rule_decode, gating
 from servespec.fast.kernels.kv_cache import write_kv
+from servespec.fast.kernels.linear import Linear
 from servespec.fast.kernels.norms import gated_rms_norm, l2_norm, rms_norm
 from servespec.fast.kernels.rotary import apply_rotary
 from servespec.fast.models.plan import GdnStep, StepPlan
@@ -74,12 +74,12 @@ class MLP:
     """``down(silu(gate(x)) * up(x))``."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self._gate_up = parameters.merged("gate_proj.weight", "up_proj.weight")
-        self._down = parameters.get("down_proj.weight")
+        self._gate_up = Linear(parameters.merged("gate_proj.weight", "up_proj.weight"))
+        self._down = Linear(parameters.get("down_proj.weight"))
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T, hidden]`` to ``[T, hidden]``."""
-        return functional.linear(silu_and_mul(functional.linear(x, self._gate_up)), self._down)
+        return self._down(silu_and_mul(self._gate_up(x)))
 
 
 class Attention:
@@ -95,11 +95,13 @@ class Attention:
         # In the checkpoint each head's query is followed by its gate.
         query_gate = parameters.get("q_proj.weight").view(heads, 2, self._dim, -1)
         # Queries and keys lie side by side here, to share one norm and one rotation.
-        self._in_proj = torch.cat(
-            (
-                query_gate[:, 0].flatten(0, 1),
-                parameters.merged("k_proj.weight", "v_proj.weight"),
-                query_gate[:, 1].flatten(0, 1),
+        self._in_proj = Linear(
+            torch.cat(
+                (
+                    query_gate[:, 0].flatten(0, 1),
+                    parameters.merged("k_proj.weight", "v_proj.weight"),
+                    query_gate[:, 1].flatten(0, 1),
+                )
             )
         )
         self._norm = 1.0 + torch.cat(
@@ -108,19 +110,17 @@ class Attention:
                 parameters.float32("k_norm.weight").expand(kv_heads, -1),
             )
         )
-        self._out_proj = parameters.get("o_proj.weight")
+        self._out_proj = Linear(parameters.get("o_proj.weight"))
 
     def forward(self, x: Tensor, plan: StepPlan) -> Tensor:
         """``[T, hidden]`` to ``[T, hidden]``; writes K and V first."""
         kv, step = plan.memory.kv(self._layer), plan.attention[self._layer]
-        query_key, value, gate = torch.split(
-            functional.linear(x, self._in_proj), self._widths, dim=-1
-        )
+        query_key, value, gate = torch.split(self._in_proj(x), self._widths, dim=-1)
         normed = rms_norm(_heads(query_key, self._dim), self._norm, self._eps)
         query_key = apply_rotary(normed, plan.cos_sin).to(x.dtype)
         write_kv(query_key[:, self._heads :], _heads(value, self._dim), kv, step.slots)
         attended = varlen_attention(query_key[:, : self._heads], kv, step.attention)
-        return functional.linear(sigmoid_gate(attended.flatten(1), gate), self._out_proj)
+        return self._out_proj(sigmoid_gate(attended.flatten(1), gate))
 
 
 class GatedDeltaNet:
@@ -133,20 +133,19 @@ class GatedDeltaNet:
         self._values = heads * self._value_dim
         self._widths = [config.conv_dim, self._values, heads, heads]
         self._eps = config.rms_norm_eps
-        self._in_proj = parameters.merged(
-            *(f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+        self._in_proj = Linear(
+            parameters.merged(*(f"in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")))
         )
         self._taps = parameters.float32("conv1d.weight").squeeze(1).t().contiguous()
         self._negative_decay = -parameters.float32("A_log").exp()
         self._dt_bias = parameters.float32("dt_bias")
         self._norm = parameters.float32("norm.weight")
-        self._out_proj = parameters.get("out_proj.weight")
+        self._out_proj = Linear(parameters.get("out_proj.weight"))
 
     def forward(self, x: Tensor, plan: StepPlan) -> Tensor:
         """``[T, hidden]`` to ``[T, hidden]``; moves the states on."""
         states, step = plan.memory.gdn(self._layer), plan.gdn[self._layer]
-        projected = functional.linear(x, self._in_proj)
-        mixed, z, b, a = torch.split(projected, self._widths, dim=-1)
+        mixed, z, b, a = torch.split(self._in_proj(x), self._widths, dim=-1)
         qkv = self._convolve(mixed, states, step)
         v = _heads(qkv[:, -self._values :], self._value_dim)
         q_k = l2_norm(torch.unflatten(qkv[:, : -self._values], 1, (2, -1, self._key_dim)))
@@ -155,7 +154,7 @@ class GatedDeltaNet:
         read = self._recur((q, k, v, g, beta), states, step)
         gate = _heads(z, self._value_dim)
         normed = gated_rms_norm(read, gate, self._norm, self._eps).flatten(1)
-        return functional.linear(normed.to(x.dtype), self._out_proj)
+        return self._out_proj(normed.to(x.dtype))
 
     def _convolve(self, x: Tensor, states: GdnStates, step: GdnStep) -> Tensor:
         count = step.num_decodes
@@ -180,7 +179,11 @@ class GatedDeltaNet:
         parts = []
         if count:
             q, k, v, g, beta = (x[:count] for x in tensors)
-            parts.append(gated_delta_rule_decode(q, k, v, g, beta, states.ssm, step.decode_slots))
+            parts.append(
+                gated_delta_rule_decode(
+                    q, k, v, g, beta, states.ssm, step.decode_slots, step.decode_runs
+                )
+            )
         if step.chunks is not None:
             q, k, v, g, beta = (x[count:] for x in tensors)
             parts.append(

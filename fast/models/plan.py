@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from servespec.fast.batch.inputs import AttentionInputs, GdnInputs, StepInputs
@@ -12,6 +11,7 @@ from servespec.fast.cache.memory import CacheMemory
 from servespec.fast.kernels.attention import AttentionPlan, plan_attention
 from servespec.fast.kernels.chunk_gated_delta_rule import ChunkPlan, plan_chunks
 from servespec.fast.kernels.convolution import ConvolutionPlan, plan_convolution
+from servespec.fast.kernels.gated_delta_rule import StateRun, plan_runs
 from servespec.fast.kernels.kv_cache import SlotPlan, plan_slots
 
 __all__ = ["AttentionStep", "GdnStep", "StepPlan", "plan_step"]
@@ -35,6 +35,7 @@ class GdnStep:
         Rows, and tokens, that take the recurrent form.
     decode_slots, prefill_slots : Tensor
         int64 state slots of both kinds of row.
+    decode_runs : tuple of StateRun or None
     convolution, chunks : ConvolutionPlan and ChunkPlan, or None
         None if there is no prefill row.
     """
@@ -42,6 +43,7 @@ class GdnStep:
     num_decodes: int
     decode_slots: Tensor
     prefill_slots: Tensor
+    decode_runs: tuple[StateRun, ...] | None
     convolution: ConvolutionPlan | None = None
     chunks: ChunkPlan | None = None
 
@@ -86,7 +88,7 @@ def plan_step(inputs: StepInputs, memory: CacheMemory, cos_sin: Tensor) -> StepP
         plan.attention.update(dict.fromkeys(layers, _attention(inputs, attention, memory, layers)))
     for layers, gdn in zip(memory.gdn_layers, inputs.gdn, strict=True):
         _place_states(gdn, memory, layers)
-        plan.gdn.update(dict.fromkeys(layers, _gdn(inputs, gdn, memory)))
+        plan.gdn.update(dict.fromkeys(layers, _gdn(inputs, gdn, memory, layers)))
     return plan
 
 
@@ -113,17 +115,21 @@ def _attention(
     )
 
 
-def _gdn(inputs: StepInputs, group: GdnInputs, memory: CacheMemory) -> GdnStep:
+def _gdn(
+    inputs: StepInputs, group: GdnInputs, memory: CacheMemory, layers: tuple[int, ...]
+) -> GdnStep:
     slots = group.state_indices.long()
     count = group.num_decodes
-    step = GdnStep(num_decodes=count, decode_slots=slots[:count], prefill_slots=slots[count:])
-    if count == inputs.num_reqs:
-        return step
-    starts = (inputs.query_start_loc[count:] - count).to(torch.int64)
+    convolution = chunks = None
+    if count < inputs.num_reqs:
+        starts = (inputs.query_start_loc[count:] - count).long()
+        convolution = plan_convolution(starts, memory.model.linear_conv_kernel_dim)
+        chunks = plan_chunks(starts)
     return GdnStep(
         num_decodes=count,
-        decode_slots=step.decode_slots,
-        prefill_slots=step.prefill_slots,
-        convolution=plan_convolution(starts, memory.model.linear_conv_kernel_dim),
-        chunks=plan_chunks(starts),
+        decode_slots=slots[:count],
+        prefill_slots=slots[count:],
+        decode_runs=plan_runs(slots[:count], memory.gdn(layers[0]).ssm),
+        convolution=convolution,
+        chunks=chunks,
     )

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from servespec.fast.batch.inputs import StepInputs
 from servespec.fast.cache.memory import CacheMemory
+from servespec.fast.kernels.linear import Linear
 from servespec.fast.kernels.norms import rms_norm
 from servespec.fast.kernels.rotary import cos_sin_table
 from servespec.fast.models.layers import MLP, Attention, GatedDeltaNet, Parameters, Weights
@@ -81,9 +82,8 @@ class Qwen3_5:  # noqa: N801 - the name of the architecture
             for index in range(config.num_hidden_layers)
         ]
         self._norm = 1.0 + parameters.float32("model.norm.weight")
-        self._head = (
-            self._embedding if config.tie_word_embeddings else parameters.get("lm_head.weight")
-        )
+        tied = config.tie_word_embeddings
+        self._head = Linear(self._embedding if tied else parameters.get("lm_head.weight"))
         self._cos_sin = cos_sin_table(
             max_model_len or config.max_position_embeddings,
             config.rotary_dim,
@@ -113,4 +113,4 @@ class Qwen3_5:  # noqa: N801 - the name of the architecture
             x = layer.forward(x, plan)
         last = x.index_select(0, inputs.logits_indices)
         normed = rms_norm(last, self._norm, self.config.rms_norm_eps).to(self.dtype)
-        return functional.linear(normed, self._head).float()
+        return self._head(normed).float()

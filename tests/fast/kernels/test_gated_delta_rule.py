@@ -10,7 +10,11 @@ import pytest
 import torch
 
 from servespec.fast.kernels.chunk_gated_delta_rule import chunk_gated_delta_rule, plan_chunks
-from servespec.fast.kernels.gated_delta_rule import gated_delta_rule_decode, gating
+from servespec.fast.kernels.gated_delta_rule import (
+    gated_delta_rule_decode,
+    gating,
+    plan_runs,
+)
 
 U = 2.0**-24
 
@@ -28,6 +32,7 @@ class Rows:
         dk: int = 8,
         dv: int = 6,
         decay: float = 1.0,
+        slots: list[int] | None = None,
     ) -> None:
         torch.manual_seed(seed)
         tokens = sum(lengths)
@@ -37,11 +42,11 @@ class Rows:
         self.v = torch.randn(tokens, value_heads, dv)
         self.g = -decay * torch.rand(tokens, value_heads) ** 4
         self.beta = torch.rand(tokens, value_heads)
-        count = len(lengths) + 5
+        count = max(20, len(lengths) + 5)
         matrix = value_heads * dv * dk
         pages = torch.full((count, matrix + 9), math.nan)
         self.states = pages[:, :matrix].view(count, value_heads, dv, dk)
-        self.slots = torch.randperm(count)[: len(lengths)]
+        self.slots = torch.tensor(slots or torch.randperm(count)[: len(lengths)].tolist())
         self.states[self.slots] = torch.randn(len(lengths), value_heads, dv, dk)
         self.before = self.states.clone()
         self.starts = torch.tensor([0, *itertools.accumulate(lengths)])
@@ -116,13 +121,31 @@ def test_decode(rows, key_heads, value_heads):
     case.check(out)
 
 
-def test_decode_in_several_gathers(monkeypatch):
-    monkeypatch.setattr("servespec.fast.kernels.gated_delta_rule._MAX_STATE", 2 * 4 * 6 * 8)
-    case = Rows(1, [1] * 7)
+RUNS = {
+    "evenly spaced": ([1, 4, 7, 10, 13, 16, 19], 1),
+    "two runs": ([2, 3, 4, 5, 6, 15, 11], 3),
+    "pairs": ([9, 3, 12, 1, 18, 2, 4], 4),
+    "one row": ([5], 1),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_decode_in_place(monkeypatch, name):
+    monkeypatch.setattr("servespec.fast.kernels.gated_delta_rule._MAX_GATHER", 0)
+    slots, count = RUNS[name]
+    case = Rows(1, [1] * len(slots), slots=slots)
+    runs = plan_runs(case.slots, case.states)
+    assert runs is not None
+    assert len(runs) == count
     out = gated_delta_rule_decode(
-        case.q, case.k, case.v, case.g, case.beta, case.states, case.slots
+        case.q, case.k, case.v, case.g, case.beta, case.states, case.slots, runs
     )
     case.check(out)
+
+
+def test_few_states_are_gathered():
+    case = Rows(1, [1, 1])
+    assert plan_runs(case.slots, case.states) is None
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, 60.0])
