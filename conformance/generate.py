@@ -115,17 +115,19 @@ def generate(
     token_ids = read_prompts(prompts)
     config, weights = _load(model, seed)
     longest = max_model_len or max(map(len, token_ids)) + max_tokens
-    groups = gdn_groups_first(config.layer_types)
-    together = min(max_num_seqs, len(token_ids))
-    cache = CacheConfig(
-        num_gpu_blocks=blocks or 1 + together * len(groups) * -(-longest // max(1, block_size)),
-        block_size=block_size,
-        groups=groups,
-    )
     scheduler = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=longest,
+    )
+    groups = gdn_groups_first(config.layer_types)
+    together = min(max_num_seqs, len(token_ids))
+    cache = CacheConfig(
+        num_gpu_blocks=1 + together * len(groups) * -(-longest // max(1, block_size))
+        if blocks is None
+        else blocks,
+        block_size=block_size,
+        groups=groups,
     )
     engine_config = EngineConfig(scheduler=scheduler, cache=cache)
     sampling = SamplingParams(max_tokens=max_tokens)

@@ -1,0 +1,1 @@
+"""Speed, measured side by side and only of what answers correctly."""
