@@ -40,6 +40,8 @@ class WorkerPool:
         As given to ``--impl``.
     python : str, optional
         As given to ``--python``.
+    root : str, optional
+        As given to ``--root``.
     jobs : int
         Number of processes.
     time_limit : float
@@ -60,12 +62,13 @@ class WorkerPool:
         self,
         implementation: str,
         python: str | None = None,
+        root: str | None = None,
         *,
         jobs: int = 1,
         time_limit: float = 60.0,
     ) -> None:
         self._command = [sys.executable, "-m", "servespec.conformance.worker", implementation]
-        self._command += [] if python is None else [python]
+        self._command += [python or "", root or ""]
         self._time_limit = time_limit
         self._idle: queue.SimpleQueue[LineProcess | None] = queue.SimpleQueue()
         self._running: set[LineProcess] = set()

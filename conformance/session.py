@@ -42,7 +42,7 @@ class Options:
     Attributes
     ----------
     implementation : str
-    python : str or None
+    python, root : str or None
         As for `WorkerPool`.
     suites : sequence of str
         None of them means all that the implementation can run.
@@ -61,6 +61,7 @@ class Options:
 
     implementation: str = "fast"
     python: str | None = None
+    root: str | None = None
     suites: Sequence[str] = ()
     profile: Profile = "quick"
     seed: int = 0
@@ -151,7 +152,11 @@ def run(options: Options, listener: Listener) -> Report:
         machine=machine(),
     )
     with WorkerPool(
-        options.implementation, options.python, jobs=options.jobs, time_limit=options.time_limit
+        options.implementation,
+        options.python,
+        options.root,
+        jobs=options.jobs,
+        time_limit=options.time_limit,
     ) as pool:
         runnable = [s for s in chosen if s.needs in pool.hello.offers]
         for left_out in chosen:

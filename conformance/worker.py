@@ -1,8 +1,8 @@
 """A process that runs cases one after another, so that one that hangs or crashes can be ended.
 
-Run as ``python -m servespec.conformance.worker NAME [PYTHON]``. It answers lines of JSON with
-lines of JSON: the first line it is sent is empty and answered with `Hello`, every other is a
-`Job` and answered with a `CaseResult`.
+Run as ``python -m servespec.conformance.worker NAME [PYTHON [ROOT]]``, with "" for none. It
+answers lines of JSON with lines of JSON: the first line it is sent is empty and answered with
+`Hello`, every other is a `Job` and answered with a `CaseResult`.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class Job(msgspec.Struct, frozen=True):
     keep_expected: bool = False
 
 
-def main(name: str, python: str | None = None) -> None:
+def main(name: str, python: str | None = None, root: str | None = None) -> None:
     """Serve until the input ends.
 
     Parameters
     ----------
-    name, python : str
+    name, python, root : str
         As for `servespec.conformance.adapters.loading.load`.
     """
     # What an implementation prints must not reach the lines of the protocol.
@@ -70,7 +70,7 @@ def main(name: str, python: str | None = None) -> None:
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
         sys.stdin.buffer.readline()
         try:
-            implementation = load(name, python)
+            implementation = load(name, python, root)
             hello = Hello(str(getattr(implementation, "name", name)), offers(implementation))
         except LoadingError as error:
             hello = Hello(error=str(error))
@@ -101,4 +101,4 @@ def _end_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], *(given or None for given in sys.argv[2:]))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from servespec.conformance.adapters.base import Weights
 from servespec.fast.batch import InputBatch
 from servespec.fast.engine import Engine
+from servespec.fast.scheduling.v0 import Scheduler as V0Scheduler
 from servespec.fast.scheduling.v1 import Scheduler
 from servespec.reference.contracts import (
     BatchRecord,
@@ -22,6 +23,7 @@ from servespec.reference.contracts import (
     SchedulerSnapshot,
     SpeculativeConfig,
 )
+from servespec.reference.contracts.v0 import V0CacheConfig, V0SchedulerConfig
 
 __all__ = ["FastBatch", "FastImplementation", "FastScheduler"]
 
@@ -109,6 +111,10 @@ class FastImplementation:
     ) -> FastScheduler:
         """Return a fresh scheduler."""
         return FastScheduler(Scheduler(scheduler, cache, speculative))
+
+    def make_v0_scheduler(self, scheduler: V0SchedulerConfig, cache: V0CacheConfig) -> V0Scheduler:
+        """Return a fresh V0 scheduler."""
+        return V0Scheduler(scheduler, cache)
 
     def make_batch(self, config: EngineConfig) -> FastBatch:
         """Return an empty batch."""

@@ -8,18 +8,20 @@ from pathlib import Path
 
 from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.adapters.process import ProcessImplementation
+from servespec.conformance.adapters.v0_process import V0ProcessImplementation
 from servespec.conformance.verdicts import attempt
 
-__all__ = ["BUILT_IN", "FACTORIES", "LoadingError", "load", "load_vllm", "offers"]
+__all__ = ["BUILT_IN", "FACTORIES", "LoadingError", "load", "load_vllm", "load_vllm_v0", "offers"]
 
 BUILT_IN = {
     "fast": "the fast path of this package (torch)",
     "reference": "the reference itself, as a check of the checks",
     "vllm": "the scheduler of vLLM 0.27.1 in an environment of its own (--python PATH)",
+    "vllm-v0": "the V0 scheduler of vLLM 0.5.1 (--python PATH --root FOLDER of the unpacked wheel)",
 }
 """Implementations known by name, and what they are."""
 
-FACTORIES = ("make_scheduler", "make_batch", "make_engine")
+FACTORIES = ("make_scheduler", "make_v0_scheduler", "make_batch", "make_engine")
 """Methods of which an implementation offers at least one."""
 
 
@@ -27,7 +29,7 @@ class LoadingError(ValueError):
     """An implementation cannot be loaded; the text names it and says why."""
 
 
-def load(name: str, python: str | None = None) -> object:
+def load(name: str, python: str | None = None, root: str | None = None) -> object:
     """Return an implementation.
 
     Parameters
@@ -36,15 +38,19 @@ def load(name: str, python: str | None = None) -> object:
         A key of `BUILT_IN`, or ``package.module:object``, imported with the working directory on
         the path. A class is called without arguments.
     python : str, optional
-        Interpreter of the environment that ``vllm`` lives in.
+        Interpreter of the environment that ``vllm`` or ``vllm-v0`` lives in.
+    root : str, optional
+        Folder of the unpacked wheel that ``vllm-v0`` runs.
 
     Raises
     ------
     LoadingError
         If there is no such implementation, it cannot be imported, or it offers no factory.
     """
-    if python is not None and name != "vllm":
-        raise LoadingError(f"--python is for --impl vllm, not for {name!r}")
+    if python is not None and name not in ("vllm", "vllm-v0"):
+        raise LoadingError(f"--python is for --impl vllm and vllm-v0, not for {name!r}")
+    if root is not None and name != "vllm-v0":
+        raise LoadingError(f"--root is for --impl vllm-v0, not for {name!r}")
     if name == "fast":
         from servespec.conformance.adapters.fast import FastImplementation
 
@@ -57,6 +63,13 @@ def load(name: str, python: str | None = None) -> object:
         if python is None:
             raise LoadingError("--impl vllm needs --python, the interpreter that has vLLM")
         return load_vllm(python)
+    if name == "vllm-v0":
+        if python is None or root is None:
+            raise LoadingError(
+                "--impl vllm-v0 needs --python, an interpreter with torch, transformers, psutil"
+                " and msgspec, and --root, the folder of the unpacked wheel of vLLM 0.5.1"
+            )
+        return load_vllm_v0(python, root)
     return _import(name)
 
 
@@ -78,6 +91,30 @@ def load_vllm(python: str) -> ProcessImplementation:
     if not Path(python).is_file():
         raise LoadingError(f"--python {python}: no such file")
     return vllm_implementation(python)
+
+
+def load_vllm_v0(python: str, root: str) -> V0ProcessImplementation:
+    """Return vLLM's V0 scheduler in a process of its own.
+
+    Parameters
+    ----------
+    python : str
+        Interpreter with what the wheel imports.
+    root : str
+        Folder of the unpacked wheel.
+
+    Raises
+    ------
+    LoadingError
+        If there is no such interpreter or no such wheel.
+    """
+    from servespec.conformance.adapters.vllm_v0 import vllm_v0_implementation
+
+    if not Path(python).is_file():
+        raise LoadingError(f"--python {python}: no such file")
+    if not Path(root, "vllm", "core", "scheduler.py").is_file():
+        raise LoadingError(f"--root {root}: holds no vllm/core/scheduler.py")
+    return vllm_v0_implementation(python, root)
 
 
 def offers(implementation: object) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from servespec.conformance.adapters.base import Weights
+from servespec.conformance.adapters.v0_reference import ReferenceV0Scheduler
 from servespec.conformance.cases.case import TinyModel
 from servespec.reference import engine
 from servespec.reference.batch import persistent, prepare
@@ -24,6 +25,7 @@ from servespec.reference.contracts import (
     SpeculativeConfig,
     StepRecord,
 )
+from servespec.reference.contracts.v0 import V0CacheConfig, V0SchedulerConfig
 from servespec.reference.models import tiny
 from servespec.reference.models.qwen3_5 import Qwen3_5, from_weights
 from servespec.reference.scheduling import v1
@@ -161,6 +163,12 @@ class ReferenceImplementation:
     ) -> ReferenceScheduler:
         """Return a fresh scheduler."""
         return ReferenceScheduler(scheduler, cache, speculative)
+
+    def make_v0_scheduler(
+        self, scheduler: V0SchedulerConfig, cache: V0CacheConfig
+    ) -> ReferenceV0Scheduler:
+        """Return a fresh V0 scheduler."""
+        return ReferenceV0Scheduler(scheduler, cache)
 
     def make_batch(self, config: EngineConfig) -> ReferenceBatch:
         """Return an empty batch."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 from servespec.conformance.verdicts import Divergence, ExpectedStep
 from servespec.conformance.workloads.workload import Workload
+from servespec.conformance.workloads.workload_v0 import V0Case
 from servespec.reference.contracts import EngineConfig, ModelConfig, require
 
 __all__ = ["SPEC_VERSION", "Case", "CaseFile", "Dtype", "TinyModel"]
@@ -50,6 +51,8 @@ class Case:
         None for a suite without a model.
     dtype : {"float32", "bfloat16"}
         What the implementation computes in; the reference always uses float64.
+    v0 : V0Case or None
+        What suite ``scheduling-v0`` runs; its cases leave `config` and `workload` unused.
     """
 
     suite: str
@@ -57,6 +60,12 @@ class Case:
     workload: Workload
     model: TinyModel | None = None
     dtype: Dtype = "float32"
+    v0: V0Case | None = None
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the workload."""
+        return len((self.workload if self.v0 is None else self.v0.workload).requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,6 +101,15 @@ def require_sensible(case: Case) -> None:
     _limit("cache.block_size", cache.block_size, 2**20)
     _limit("scheduler.max_model_len", case.config.scheduler.max_model_len, 2**24)
     _limit("scheduler.max_num_seqs", case.config.scheduler.max_num_seqs, 2**16)
+    if case.v0 is not None:
+        steps = case.v0.workload
+        _limit("v0.workload.max_steps", steps.max_steps, MAX_STEPS)
+        _limit("number of v0.workload steps", len(steps.steps), MAX_STEPS)
+        _limit("number of v0.workload requests", len(steps.requests), MAX_REQUESTS)
+        _limit("v0.cache.num_gpu_blocks", case.v0.cache.num_gpu_blocks, 2**20)
+        _limit("v0.cache.num_cpu_blocks", case.v0.cache.num_cpu_blocks, 2**20)
+        widest = max((request.best_of for request in steps.requests), default=1)
+        _limit("best_of of a v0.workload request", widest, 2**10)
     if case.model is not None:
         model = case.model.config
         _limit("model parameters", _num_parameters(model), MAX_PARAMETERS)

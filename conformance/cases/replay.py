@@ -37,7 +37,12 @@ class Replay:
 
 
 def replay(
-    path: Path, implementation: str | None, python: str | None = None, *, time_limit: float = 60.0
+    path: Path,
+    implementation: str | None,
+    python: str | None = None,
+    root: str | None = None,
+    *,
+    time_limit: float = 60.0,
 ) -> Replay:
     """Run the case of a file.
 
@@ -46,7 +51,7 @@ def replay(
     path : Path
     implementation : str or None
         None means the one the file names.
-    python : str, optional
+    python, root : str, optional
     time_limit : float
         Seconds.
 
@@ -61,7 +66,7 @@ def replay(
     """
     content = files.read(path)
     name = implementation or content.implementation
-    with _pool(path, content, name, python, time_limit) as pool:
+    with _pool(path, content, name, python, root, time_limit) as pool:
         result = pool.run(content.case, keep_expected=True)
     _require_runnable(path, result)
     notes = []
@@ -82,6 +87,7 @@ def shrink_file(
     out: Path,
     implementation: str | None,
     python: str | None = None,
+    root: str | None = None,
     *,
     time_limit: float = 60.0,
     seconds: float = 60.0,
@@ -92,7 +98,7 @@ def shrink_file(
     Parameters
     ----------
     path, out : Path
-    implementation, python, time_limit
+    implementation, python, root, time_limit
         As for `replay`.
     seconds : float
         Time to spend.
@@ -111,7 +117,7 @@ def shrink_file(
     """
     content = files.read(path)
     name = implementation or content.implementation
-    with _pool(path, content, name, python, time_limit) as pool:
+    with _pool(path, content, name, python, root, time_limit) as pool:
         result = pool.run(content.case)
         _require_runnable(path, result)
         if result.divergence is None:
@@ -129,20 +135,23 @@ def shrink_file(
             expected=small.result.expected,
         ),
     )
-    before, after = (
-        f"{len(case.workload.requests)} requests" for case in (content.case, small.case)
-    )
+    before, after = (f"{case.num_requests} requests" for case in (content.case, small.case))
     return f"{out}: {before} to {after}, {result.steps} steps to {small.result.steps}"
 
 
 def _pool(
-    path: Path, content: CaseFile, name: str, python: str | None, time_limit: float
+    path: Path,
+    content: CaseFile,
+    name: str,
+    python: str | None,
+    root: str | None,
+    time_limit: float,
 ) -> WorkerPool:
     try:
         needs = suite(content.case.suite).needs
     except ValueError as error:
         raise CaseError(f"case file {path}: {error}") from error
-    pool = WorkerPool(name, python, time_limit=time_limit)
+    pool = WorkerPool(name, python, root, time_limit=time_limit)
     if needs not in pool.hello.offers:
         pool.close()
         raise CaseError(f"case file {path}: implementation {name!r} has no {needs}")

@@ -15,8 +15,10 @@ from functools import partial
 from typing import Any
 
 from servespec.conformance.cases.case import Case
+from servespec.conformance.cases.shrink_v0 import v0_changes
 from servespec.conformance.verdicts import CaseResult
 from servespec.conformance.workloads.workload import WorkloadStep
+from servespec.conformance.workloads.workload_v0 import V0Case
 from servespec.reference.contracts import (
     LayerType,
     Quirks,
@@ -120,6 +122,10 @@ def simpler(case: Case, result: CaseResult) -> Iterator[Case]:
 
 def _changes(case: Case, result: CaseResult) -> Iterator[Change]:
     last = result.divergence.step if result.divergence is not None else None
+    if case.v0 is not None:
+        for change in v0_changes(case.v0, last):
+            yield partial(_change_v0, change=change)
+        return
     if last is not None:
         yield partial(_end_after, last=last)
     yield from _drop_requests(case)
@@ -133,6 +139,10 @@ def _changes(case: Case, result: CaseResult) -> Iterator[Change]:
             yield partial(_map_requests, change=on_request, only=name)
     yield from _plainer_configuration(case)
     yield from _smaller_model(case)
+
+
+def _change_v0(case: Case, change: Callable[[V0Case], V0Case]) -> Case:
+    return case if case.v0 is None else replace(case, v0=change(case.v0))
 
 
 def _with_steps(case: Case, steps: tuple[WorkloadStep, ...]) -> Case:

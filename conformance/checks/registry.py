@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from servespec.conformance.checks import batch, cache, engine, invariance, model, scheduling
+from servespec.conformance.checks import (
+    batch,
+    cache,
+    engine,
+    invariance,
+    model,
+    scheduling,
+    scheduling_v0,
+)
 from servespec.conformance.checks.suite import Suite
 
 __all__ = ["SUITES", "UnknownSuiteError", "suite"]
 
 SUITES: dict[str, Suite] = {
     module.SUITE.name: module.SUITE
-    for module in (scheduling, cache, batch, model, engine, invariance)
+    for module in (scheduling, scheduling_v0, cache, batch, model, engine, invariance)
 }
 
 

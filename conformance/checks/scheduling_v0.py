@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
+from hypothesis import strategies as st
+
+from servespec.conformance.adapters.reference import ReferenceImplementation
 from servespec.conformance.adapters.v0_base import V0SchedulerFactory, V0SchedulerUnderTest
+from servespec.conformance.cases.case import Case
+from servespec.conformance.checks.suite import Suite
 from servespec.conformance.compare import expect_equal
 from servespec.conformance.verdicts import Tally, attempt
-from servespec.conformance.workloads.scheduling_v0 import (
-    PretendSampler,
-    V0Case,
-    V0Step,
-    V0Workload,
-)
+from servespec.conformance.workloads.driver_v0 import V0StepTaken, drive_v0
+from servespec.conformance.workloads.scheduling_v0 import v0_cases
+from servespec.conformance.workloads.workload_v0 import NO_ENGINE, NO_WORKLOAD, V0Case
 from servespec.reference.contracts import FinishReason
 from servespec.reference.contracts.v0 import (
     SequenceGroupOutput,
@@ -25,100 +26,7 @@ from servespec.reference.contracts.v0 import (
     V0Snapshot,
 )
 
-__all__ = ["V0Lockstep", "V0StepTaken", "compare_v0", "count_v0", "drive_v0"]
-
-_PATIENCE = 6
-_NO_EVENTS = V0Step()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class V0StepTaken:
-    """One step of a driven scheduler.
-
-    Attributes
-    ----------
-    events : V0Step
-    now : float
-        Seconds on the clock.
-    before, planned, after : V0Snapshot
-        The state before the plan, after it, and after its samples.
-    output : V0SchedulerOutput or None
-        None if the scheduler gave up.
-    error : V0SchedulingError or None
-        Why it gave up.
-    sampled : mapping of str to tuple of SequenceSample
-    outputs : tuple of SequenceGroupOutput
-    """
-
-    events: V0Step
-    now: float
-    before: V0Snapshot
-    planned: V0Snapshot
-    after: V0Snapshot
-    output: V0SchedulerOutput | None = None
-    error: V0SchedulingError | None = None
-    sampled: Mapping[str, tuple[SequenceSample, ...]]
-    outputs: tuple[SequenceGroupOutput, ...] = ()
-
-
-def drive_v0(scheduler: V0SchedulerUnderTest, workload: V0Workload) -> Iterator[V0StepTaken]:
-    """Run a workload on a scheduler, step by step.
-
-    Parameters
-    ----------
-    scheduler : V0SchedulerUnderTest
-        Fresh; what it returns decides what is sampled.
-    workload : V0Workload
-
-    Yields
-    ------
-    V0StepTaken
-        After each step. The run ends when all requests have, after `V0Workload.max_steps` steps,
-        when V0 gives up, or when nothing has happened for a while (a head that never fits).
-    """
-    sampler = PretendSampler(workload)
-    clock = workload.start
-    idle = 0
-    for step in range(workload.max_steps):
-        events = workload.steps[step] if step < len(workload.steps) else _NO_EVENTS
-        clock += events.elapsed
-        for request in events.add:
-            scheduler.add_seq_group(request)
-        if events.abort:
-            scheduler.abort_seq_group(events.abort)
-        before = scheduler.snapshot()
-        try:
-            output = scheduler.schedule(clock)
-        except V0SchedulingError as error:
-            yield V0StepTaken(
-                events=events,
-                now=clock,
-                before=before,
-                planned=before,
-                after=before,
-                error=error,
-                sampled={},
-            )
-            return
-        planned = scheduler.snapshot()
-        sampled = sampler.sample(output)
-        outputs = scheduler.update_from_output(output, sampled)
-        after = scheduler.snapshot()
-        yield V0StepTaken(
-            events=events,
-            now=clock,
-            before=before,
-            planned=planned,
-            after=after,
-            output=output,
-            sampled=sampled,
-            outputs=outputs,
-        )
-        happened = output.scheduled_seq_groups or output.ignored_request_ids or output.preempted
-        idle = 0 if happened else idle + 1
-        left = after.waiting or after.running or after.swapped
-        if step + 1 >= len(workload.steps) and (not left or idle >= _PATIENCE):
-            return
+__all__ = ["SUITE", "V0Lockstep", "check", "compare_v0", "count_v0", "of_v0"]
 
 
 class V0Lockstep:
@@ -313,3 +221,65 @@ def compare_v0(
         count_v0(taken, case, tally.counts)
         tally.steps += 1
         tally.tokens += sum(len(result.outputs) for result in taken.outputs)
+
+
+def of_v0(case: V0Case) -> Case:
+    """Return a V0 case as a case of this suite."""
+    return Case(suite="scheduling-v0", config=NO_ENGINE, workload=NO_WORKLOAD, v0=case)
+
+
+def check(case: Case, implementation: V0SchedulerFactory, tally: Tally) -> None:
+    """Compare one case with the reference.
+
+    Parameters
+    ----------
+    case : Case
+    implementation : V0SchedulerFactory
+    tally : Tally
+
+    Raises
+    ------
+    ValueError
+        If the case has no V0 part.
+    """
+    if case.v0 is None:
+        raise ValueError("case.v0 is null: suite scheduling-v0 needs it")
+    compare_v0(case.v0, ReferenceImplementation(), implementation, tally)
+
+
+def cases() -> st.SearchStrategy[Case]:
+    """Return the strategy that makes cases of this suite."""
+    return v0_cases().map(of_v0)
+
+
+SUITE = Suite(
+    name="scheduling-v0",
+    summary="every decision and every block of the legacy V0 scheduler",
+    needs="make_v0_scheduler",
+    cases=cases,
+    check=check,
+    sizes={"quick": 150, "standard": 2_200, "full": 22_000},
+    must_reach=(
+        "resumed_prefills",
+        "unfinished_chunks",
+        "forked_decodes",
+        "mixed_batches",
+        "sat_out",
+        "blocked_heads",
+        "held_back",
+        "recomputes",
+        "swap_outs",
+        "swap_ins",
+        "copied_blocks",
+        "lookahead_steps",
+        "ignored_prompts",
+        "ignored_swapped",
+        "forks",
+        "dropped_beams",
+        "ended_by_stop",
+        "ended_by_length",
+        "aborts",
+        "gave up: swap_space",
+        "gave up: recompute_of_forks",
+    ),
+)

@@ -13,141 +13,16 @@ from functools import cache
 
 from hypothesis import strategies as st
 
-from servespec.reference.contracts import SamplingParams, require
+from servespec.conformance.workloads.workload_v0 import START, V0Case, V0Step, V0Workload
+from servespec.reference.contracts import SamplingParams
 from servespec.reference.contracts.v0 import (
     PreemptionMode,
     SequenceGroupRequest,
-    SequenceSample,
     V0CacheConfig,
     V0SchedulerConfig,
-    V0SchedulerOutput,
 )
 
-__all__ = [
-    "PretendSampler",
-    "V0Case",
-    "V0Combination",
-    "V0Step",
-    "V0Workload",
-    "make_v0_case",
-    "v0_cases",
-    "v0_matrix",
-]
-
-_START = 1000.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class V0Step:
-    """What happens before one step is planned.
-
-    Attributes
-    ----------
-    elapsed : float
-        Seconds since the step before.
-    add : tuple of SequenceGroupRequest
-    abort : tuple of str
-        Ids aborted together.
-    """
-
-    elapsed: float = 1.0
-    add: tuple[SequenceGroupRequest, ...] = ()
-    abort: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        require(self.elapsed >= 0.0, "V0Step.elapsed", self.elapsed, "at least 0")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class V0Workload:
-    """Steps with events, followed by steps without any until all requests ended.
-
-    Attributes
-    ----------
-    steps : tuple of V0Step
-    start : float
-        Seconds on the clock before the first step.
-    max_steps : int
-        Steps after which a run ends in any case.
-    token_seed : int
-        Samples are a pure function of it, the request and how often the request sampled.
-    num_token_ids : int
-        Samples are below this number.
-    churn : float
-        How often, in [0, 1], a beam search drops beams, some of them for forks of others; other
-        groups do so five times less often.
-    """
-
-    steps: tuple[V0Step, ...]
-    start: float = _START
-    max_steps: int = 200
-    token_seed: int = 0
-    num_token_ids: int = 50
-    churn: float = 0.3
-
-    def __post_init__(self) -> None:
-        name = "V0Workload"
-        require(self.max_steps >= 1, f"{name}.max_steps", self.max_steps, "at least 1")
-        require(self.num_token_ids >= 2, f"{name}.num_token_ids", self.num_token_ids, "at least 2")
-        require(0.0 <= self.churn <= 1.0, f"{name}.churn", self.churn, "in [0, 1]")
-
-    @property
-    def requests(self) -> tuple[SequenceGroupRequest, ...]:
-        """All requests in order of arrival."""
-        return tuple(request for step in self.steps for request in step.add)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class V0Case:
-    """A V0 scheduler and what is done to it."""
-
-    scheduler: V0SchedulerConfig
-    cache: V0CacheConfig
-    workload: V0Workload
-
-
-class PretendSampler:
-    """Samples for the groups of a plan, as a model and a sampler would return them.
-
-    A group forks to its full width at its first token. Later every running sequence gets one
-    token, except that a beam search, and more seldom any other group, may drop some and fork
-    others.
-
-    Parameters
-    ----------
-    workload : V0Workload
-    """
-
-    def __init__(self, workload: V0Workload) -> None:
-        self._workload = workload
-        self._requests = {request.request_id: request for request in workload.requests}
-        self._times_sampled: dict[str, int] = {}
-
-    def sample(self, output: V0SchedulerOutput) -> dict[str, tuple[SequenceSample, ...]]:
-        """Return samples of every scheduled group that is to sample."""
-        return {
-            group.request_id: self._sample(group.request_id, tuple(group.block_tables))
-            for group in output.scheduled_seq_groups
-            if group.do_sample
-        }
-
-    def _sample(self, request_id: str, parents: tuple[int, ...]) -> tuple[SequenceSample, ...]:
-        request = self._requests[request_id]
-        times = self._times_sampled.get(request_id, 0)
-        self._times_sampled[request_id] = times + 1
-        chance = random.Random(f"{self._workload.token_seed} {request_id} {times}")
-        if times == 0:
-            chosen = parents * request.best_of
-        elif chance.random() < self._workload.churn * (1.0 if request.use_beam_search else 0.2):
-            chosen = tuple(sorted(chance.choices(parents, k=chance.randint(1, len(parents)))))
-        else:
-            chosen = parents
-        return tuple(
-            SequenceSample(
-                parent_seq_id=parent, token_id=chance.randrange(self._workload.num_token_ids)
-            )
-            for parent in chosen
-        )
+__all__ = ["V0Combination", "make_v0_case", "v0_cases", "v0_matrix"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +144,7 @@ def _workload(
     widest = combination.widest if rng.random() < 0.8 else 1
     style = rng.choice(("plain", "plain", "stops", "thinning" if widest > 1 else "stops"))
     steps: list[V0Step] = []
-    clock = _START
+    clock = START
     names: list[str] = []
     for _ in range(rng.randint(1, 16)):
         elapsed = rng.choice((0.0, 0.5, 1.0, 1.0, 4.0))
