@@ -157,12 +157,13 @@ def _preserve(pool: BlockPool, source: int, target: int) -> tuple[BlockPool, Cop
 
 
 def remove_skipped(
-    pool: BlockPool, group: GroupLayout, held: GroupBlocks, num_processed: int
+    pool: BlockPool, group: GroupLayout, held: GroupBlocks, num_processed: int, leaks: bool
 ) -> tuple[BlockPool, GroupBlocks]:
     """Free the states that no step needs any more, and put nulls in their places.
 
-    Only steps that have returned count: one in flight may still read the state it started from,
-    and rejected drafts may set the request back.
+    These are all before the state of the token last processed. Only steps that have returned
+    count: one in flight may still read the state it started from, and rejected drafts may set the
+    request back.
 
     Parameters
     ----------
@@ -171,28 +172,30 @@ def remove_skipped(
     held : GroupBlocks
     num_processed : int
         Computed tokens whose steps have returned.
+    leaks : bool
+        Whether the search ends at the first null, as in vLLM 0.27.1, which then looks only for the
+        one state that the latest allocation started from. Chunks of several blocks leave nulls
+        between states, so with steps in flight the states before those are forgotten.
     """
-    before = pool
-    blocks = list(held.blocks)
-    # Everything before the state of the token last processed, backwards to the first null.
-    behind = min((num_processed - 1) // group.block_size, len(blocks))
-    first = behind
-    while first > 0 and blocks[first - 1] != NULL_BLOCK:
-        first -= 1
-    if first < behind:
-        pool = free_blocks(pool, blocks[first:behind][::-1])
-        blocks[first:behind] = [NULL_BLOCK] * (behind - first)
-    # A chunk of several blocks leaves nulls behind the state it started from.
+    skipped = max(num_processed - 1, 0) // group.block_size
+    stale = []
+    for index in range(min(skipped, len(held.blocks)) - 1, -1, -1):
+        if held.blocks[index] != NULL_BLOCK:
+            stale.append(index)
+        elif leaks:
+            break
+    parts = [stale]
     last = held.last_state_index
-    if (
-        last is not None
-        and last < blocks_for(num_processed, group.block_size) - 1
-        and blocks[last] != NULL_BLOCK
-    ):
-        pool = free_blocks(pool, (blocks[last],))
-        blocks[last] = NULL_BLOCK
-    if pool is before:
-        return pool, held
+    if leaks and last is not None and last < skipped:
+        # Freed by itself, and so given out before the others.
+        parts.append([last])
+    blocks = list(held.blocks)
+    for part in parts:
+        freed = [blocks[index] for index in part if blocks[index] != NULL_BLOCK]
+        if freed:
+            pool = free_blocks(pool, freed)
+        for index in part:
+            blocks[index] = NULL_BLOCK
     return pool, replace(held, blocks=tuple(blocks))
 
 
@@ -203,11 +206,25 @@ def cache_blocks(
     request: CacheableRequest,
     num_tokens: int,
     unit: int,
+    publish_tail: bool,
 ) -> tuple[BlockPool, GroupBlocks, frozenset[HashKey]]:
     """Cache the states among the first `num_tokens` tokens.
 
     With hashes finer than blocks, a chunk that ends exactly at the last unit of the prompt inside
     a block publishes its state too; the request then has to leave that block to the cache.
+
+    Parameters
+    ----------
+    pool : BlockPool
+    group : GroupLayout
+    held : GroupBlocks
+    request : CacheableRequest
+    num_tokens : int
+    unit : int
+        Tokens per prefix hash.
+    publish_tail : bool
+        Whether to publish a state inside a block: it is there only until the next chunk is
+        scheduled, which overwrites it.
 
     Returns
     -------
@@ -219,7 +236,7 @@ def cache_blocks(
     pool, held, full = cache_full_blocks(pool, group, held, request, num_tokens, unit)
     published = {pool.hashes[block].keys[0] for block in full}
     boundary = request.num_prompt_tokens // unit * unit
-    if num_tokens == boundary and boundary % group.block_size != 0:
+    if publish_tail and num_tokens == boundary and boundary % group.block_size != 0:
         index = boundary // group.block_size
         block = held.blocks[index]
         if block != NULL_BLOCK:

@@ -219,24 +219,40 @@ def allocate_slots(
         tables = {**cache.tables, request.request_id: tuple(after)}
         cache = CacheState(layout, pool, tables, published, tuple(fresh), tuple(copies))
     # Drafts are never hashed: they may be rejected.
-    return cache_blocks(cache, request, min(num_main, request.num_tokens)), tuple(new_blocks)
+    certain = min(num_main, request.num_tokens)
+    return cache_blocks(cache, request, certain, certain == num_main), tuple(new_blocks)
 
 
-def cache_blocks(cache: CacheState, request: CacheableRequest, num_tokens: int) -> CacheState:
+def cache_blocks(
+    cache: CacheState, request: CacheableRequest, num_tokens: int, ends_chunk: bool
+) -> CacheState:
     """Make the full blocks of a request's first `num_tokens` tokens findable.
 
     This happens when the tokens are scheduled, before they are computed: steps run in order, so
     whoever hits such a block reads it after it was written.
+
+    Parameters
+    ----------
+    cache : CacheState
+    request : CacheableRequest
+    num_tokens : int
+        Tokens known for certain.
+    ends_chunk : bool
+        Whether the chunk just scheduled ends with them, so that a GDN state inside a block is
+        theirs.
     """
     layout = cache.layout
     if not layout.enable_caching:
         return cache
     pool, published, unit = cache.pool, cache.published, layout.hash_block_size
+    publish_tail = ends_chunk or layout.quirks.overwritten_tail_published
     tables = cache.tables[request.request_id]
     after = []
     for group, held in zip(layout.groups, tables, strict=True):
         if group.kind is GroupKind.GDN_ALIGN:
-            pool, own, keys = gdn.cache_blocks(pool, group, held, request, num_tokens, unit)
+            pool, own, keys = gdn.cache_blocks(
+                pool, group, held, request, num_tokens, unit, publish_tail
+            )
             published |= keys
         else:
             pool, own = full_attention.cache_blocks(pool, group, held, request, num_tokens, unit)
@@ -360,11 +376,11 @@ def _remove_skipped(
     cache: CacheState, request_id: str, held: tuple[GroupBlocks, ...], num_processed: int
 ) -> tuple[CacheState, tuple[GroupBlocks, ...]]:
     """Free the states of all GDN groups in mode ``align`` that are no longer needed."""
-    pool = cache.pool
+    pool, leaks = cache.pool, cache.layout.quirks.skipped_states_leak
     after = []
     for group, own in zip(cache.layout.groups, held, strict=True):
         if group.kind is GroupKind.GDN_ALIGN:
-            pool, own = gdn.remove_skipped(pool, group, own, num_processed)
+            pool, own = gdn.remove_skipped(pool, group, own, num_processed, leaks)
         after.append(own)
     if pool is cache.pool:
         return cache, held

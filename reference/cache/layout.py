@@ -16,6 +16,7 @@ from enum import Enum
 
 from servespec.reference.contracts import (
     CacheConfig,
+    Quirks,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -74,6 +75,8 @@ class CacheLayout:
     watermark_blocks : int
         Blocks that an admission leaves free.
     enable_caching : bool
+    quirks : Quirks
+        Oddities to reproduce.
     """
 
     groups: tuple[GroupLayout, ...]
@@ -85,6 +88,7 @@ class CacheLayout:
     use_eagle: bool
     watermark_blocks: int
     enable_caching: bool
+    quirks: Quirks
 
     @property
     def has_gdn(self) -> bool:
@@ -142,6 +146,7 @@ def make_layout(
         use_eagle=speculative is not None and speculative.use_eagle,
         watermark_blocks=int(scheduler.watermark * cache.num_gpu_blocks),
         enable_caching=cache.enable_prefix_caching,
+        quirks=scheduler.quirks,
     )
 
 

@@ -69,21 +69,28 @@ def blocks_alone(
     """Count the blocks a request may need at once when it runs alone.
 
     Its tokens are prompt and ``max_tokens``, at most ``max_model_len``, and so are their slots with
-    the drafter's lookahead. Full attention needs a block for every `block_size` slots; GDN in mode
-    ``none`` one and one for each draft; in mode ``align`` one more, the state being copied, as
-    soon as there are two blocks of tokens.
+    the drafter's lookahead. Full attention needs a block for every `block_size` slots. GDN needs a
+    state and one for each draft. In mode ``align``, as soon as there are two blocks of tokens, the
+    state of every step that has not returned is kept besides; vLLM has two such steps under
+    asynchronous scheduling. Where a prefix hit may end inside a block, that block and its copy are
+    held together, and GDN takes one block more to go on.
     """
     layout = make_layout(scheduler_config, cache_config, speculative_config)
     limit = layout.max_model_len
     tokens = min(request.num_prompt_tokens + request.sampling_params.max_tokens, limit)
     slots = min(tokens + layout.num_lookahead_tokens, limit)
 
+    copied = int(layout.is_fine)
+    unreturned = 2 if scheduler_config.async_scheduling else 1
+
     def demand(group: GroupLayout) -> int:
         if group.kind is GroupKind.FULL_ATTENTION:
-            return blocks_for(slots, group.block_size)
+            return blocks_for(slots, group.block_size) + copied
         states = 1 + group.num_speculative_blocks
-        if group.kind is GroupKind.GDN_ALIGN and tokens > group.block_size:
-            states += 1
+        if group.kind is GroupKind.GDN_ALIGN:
+            states += 2 * copied
+            if tokens > group.block_size:
+                states += unreturned
         return states
 
     return sum(demand(group) for group in layout.groups)

@@ -15,19 +15,32 @@ __all__ = ["choose_victim", "preempted"]
 
 
 def choose_victim(
-    running: Sequence[str], policy: SchedulingPolicy, requests: Mapping[str, RequestState]
+    running: Sequence[str],
+    policy: SchedulingPolicy,
+    requests: Mapping[str, RequestState],
+    tie_ignores_id: bool,
 ) -> int:
     """Return the position of the request to preempt.
 
-    Under ``fcfs`` the last one admitted. Under ``priority`` the one with the largest priority
-    number and, among equals, the latest arrival; the first such in the order of admission.
+    Under ``fcfs`` the last one admitted. Under ``priority`` the one that would stand last in the
+    queue; so the first in the queue is never the victim of another, and gets done.
+
+    Parameters
+    ----------
+    running : sequence of str
+        Not empty.
+    policy : {"fcfs", "priority"}
+    requests : mapping of str to RequestState
+    tie_ignores_id : bool
+        Whether the one admitted first is taken among those of equal priority and arrival, as in
+        vLLM 0.27.1.
     """
     if policy == "fcfs":
         return len(running) - 1
 
-    def rank(position: int) -> tuple[int, float]:
-        request = requests[running[position]].request
-        return request.priority, request.arrival_time
+    def rank(position: int) -> tuple[int, float, str]:
+        priority, arrival, name = requests[running[position]].queue_key
+        return priority, arrival, "" if tie_ignores_id else name
 
     return max(range(len(running)), key=rank)
 

@@ -62,7 +62,7 @@ def schedule_running(state: SchedulerState, plan: Plan) -> tuple[SchedulerState,
 
         cache, blocks = caches.allocate_slots(cache, request, chunk)
         while blocks is None:
-            position = choose_victim(running, policy, requests)
+            position = choose_victim(running, policy, requests, quirks.victim_tie_ignores_id)
             victim = requests[running.pop(position)]
             name = victim.request_id
             if name in num_tokens:

@@ -66,7 +66,7 @@ def update_outputs(
                 )
             if was_running:
                 done = request.num_computed_tokens - request.num_output_placeholders
-                cache = caches.cache_blocks(cache, request, done)
+                cache = caches.cache_blocks(cache, request, done, ends_chunk=False)
         if request.status.is_finished:
             cache = caches.free(cache, name)
             del requests[name]
