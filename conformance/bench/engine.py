@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from servespec.conformance.adapters.base import EngineUnderTest
+from servespec.conformance.adapters.base import EngineFactory, EngineUnderTest
 from servespec.conformance.adapters.fast import FastImplementation
 from servespec.conformance.adapters.reference import ReferenceImplementation
 from servespec.reference.contracts import (
@@ -97,7 +97,10 @@ def bench_engine(
         )
         for index in range(requests)
     ]
-    implementations = (ReferenceImplementation(), FastImplementation())
+    implementations: tuple[EngineFactory, EngineFactory] = (
+        ReferenceImplementation(),
+        FastImplementation(),
+    )
     seconds: tuple[list[float], list[float]] = ([], [])
     tokens: list[dict[str, tuple[int, ...]]] = [{}, {}]
     for number in range(rounds):
