@@ -41,6 +41,7 @@ __all__ = [
     "Recording",
     "TraceError",
     "TraceImplementation",
+    "read_recordings",
     "read_traces",
     "write_traces",
 ]
@@ -253,7 +254,7 @@ class TraceImplementation:
         return _TraceScheduler(self._recording)
 
 
-def write_traces(path: Path, recordings: Iterable[Recording]) -> None:
+def write_traces(path: Path, recordings: Iterable[msgspec.Struct]) -> None:
     """Write a trace file; a reader sees the old file or the whole new one.
 
     Parameters
@@ -261,6 +262,7 @@ def write_traces(path: Path, recordings: Iterable[Recording]) -> None:
     path : Path
         Ends in ``.jsonl.xz`` by custom.
     recordings : iterable of Recording
+        Or of any other message.
     """
     # A large window, since recordings of one layout resemble each other.
     filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 2**26}]
@@ -284,6 +286,13 @@ def read_traces(path: Path) -> Iterator[Recording]:
     TraceError
         If the file is missing, too long, cut or not a trace.
     """
+    for recording in read_recordings(path, Recording):
+        yield _in_profile(recording)
+
+
+def read_recordings(path: Path, kind: type[T]) -> Iterator[T]:
+    """Read a trace file of any kind of recording, one at a time; see `read_traces`."""
+    decoder = msgspec.json.Decoder(kind)
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise TraceError(f"trace file {path}: longer than {MAX_FILE_BYTES} bytes")
@@ -294,7 +303,7 @@ def read_traces(path: Path) -> Iterator[Recording]:
                     return
                 if not line.endswith(b"\n"):
                     raise TraceError(f"trace file {path}: recording {number} is cut or too long")
-                yield _in_profile(msgspec.json.decode(line, type=Recording))
+                yield decoder.decode(line)
     except OSError as error:
         raise TraceError(f"trace file {path}: {error.strerror or error}") from error
     except (lzma.LZMAError, EOFError, msgspec.MsgspecError) as error:
