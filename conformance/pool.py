@@ -72,6 +72,7 @@ class WorkerPool:
         self._time_limit = time_limit
         self._idle: queue.SimpleQueue[LineProcess | None] = queue.SimpleQueue()
         self._running: set[LineProcess] = set()
+        self._closing = False
         process, self.hello = self._start()
         for first in (process, *[None] * (jobs - 1)):
             self._idle.put(first)
@@ -94,9 +95,13 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers, whatever they are doing."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._closing = True
+        # A thread that waits for an answer sees its worker end; only then is it safe to close.
         for process in tuple(self._running):
-            process.close(patience=0.0)
+            process.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for process in tuple(self._running):
+            process.close()
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -113,31 +118,46 @@ class WorkerPool:
         # One thread a worker: they share the cores, and threads within tiny operations only wait.
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         process = LineProcess(self._command, environment={**os.environ, **threads})
+        self._running.add(process)
+        if self._closing:
+            process.kill()
         try:
             answer = process.exchange(b"\n", _LOADING_SECONDS)
         except ImplementationFailed as error:
+            self._running.discard(process)
             last = f": {error.lines[-1].strip()}" if error.lines else ""
             raise LoadingError(f"cannot load {self._command[3]!r}: {error.reason}{last}") from error
         hello = msgspec.json.decode(answer, type=Hello)
         if hello.error is not None:
+            self._running.discard(process)
             process.close(patience=0.2)
             raise LoadingError(hello.error)
-        self._running.add(process)
         return process, hello
 
     def _run(self, job: Job) -> CaseResult:
         process = self._idle.get()
         try:
-            if process is None:
+            if process is None and not self._closing:
                 process, _ = self._start()
+            if process is None:
+                raise LoadingError("the pool is closed")
             answer = process.exchange(msgspec.json.encode(job) + b"\n", self._time_limit)
             return msgspec.json.decode(answer, type=CaseResult)
-        except (ImplementationFailed, LoadingError) as error:
-            if process is not None:
-                self._running.discard(process)
+        except LoadingError as error:
+            return CaseResult(divergence=failure(str(error)))
+        except ImplementationFailed as error:
+            self._give_up(process)
             process = None
-            if isinstance(error, LoadingError):
-                return CaseResult(divergence=failure(str(error)))
             return CaseResult(divergence=failure(error.reason), last_lines=error.lines)
+        except msgspec.MsgspecError as error:
+            self._give_up(process)
+            process = None
+            return CaseResult(divergence=failure(f"the worker answered no result: {error}"))
         finally:
             self._idle.put(process)
+
+    def _give_up(self, process: LineProcess | None) -> None:
+        """Give a worker up; the next case starts another in its place."""
+        if process is not None:
+            self._running.discard(process)
+            process.close(patience=0.0)

@@ -173,6 +173,12 @@ class LineProcess:
             lines.append(f"(standard output) {_printable(unread)}")
         return ImplementationFailed(f"the process {reason}", lines[-_LAST_LINES:])
 
+    def kill(self) -> None:
+        """End the process at once; an `exchange` that another thread waits in then fails."""
+        # The group, because a child of the peer would keep the pipes open.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
     def close(self, patience: float = 2.0) -> None:
         """End the process: by closing its input, after `patience` seconds by force."""
         if self._selector.get_map() is None:
@@ -184,9 +190,7 @@ class LineProcess:
         try:
             process.wait(patience)
         except subprocess.TimeoutExpired:
-            # The group, because a child of the peer would keep the pipes open.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            self.kill()
             process.wait()
         self._keep_last_lines()
         self._selector.close()
