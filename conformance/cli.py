@@ -47,7 +47,10 @@ def main() -> None:
 
 def _implementation_options(command: Any) -> Any:
     command = click.option(
-        "--python", type=str, help="Interpreter of the environment that vllm lives in."
+        "--root", type=str, help="Folder of the unpacked wheel that vllm-v0 runs."
+    )(command)
+    command = click.option(
+        "--python", type=str, help="Interpreter of the environment that vllm or vllm-v0 lives in."
     )(command)
     return click.option(
         "--time-limit", default=60.0, show_default=True, help="Seconds a case may take."
@@ -84,6 +87,7 @@ def check(
     suites: tuple[str, ...],
     impl: str,
     python: str | None,
+    root: str | None,
     time_limit: float,
     profile: Any,
     seed: int,
@@ -106,6 +110,7 @@ def check(
     options = session.Options(
         implementation=impl,
         python=python,
+        root=root,
         suites=suites,
         profile=profile,
         seed=seed,
@@ -131,13 +136,15 @@ def check(
 @click.argument("case", type=_PATH)
 @click.option("--impl", help="A name, or module:object; the one in the file if left out.")
 @_implementation_options
-def replay(case: Path, impl: str | None, python: str | None, time_limit: float) -> None:
+def replay(
+    case: Path, impl: str | None, python: str | None, root: str | None, time_limit: float
+) -> None:
     """Run the case of a file again."""
     from servespec.conformance.cases.replay import replay as run_again
     from servespec.conformance.report.result import Failure
     from servespec.conformance.report.terminal import failure_text
 
-    seen = run_again(case, impl, python, time_limit=time_limit)
+    seen = run_again(case, impl, python, root, time_limit=time_limit)
     console = Console()
     for note in seen.notes:
         console.print(note, markup=False, highlight=False)
@@ -164,6 +171,7 @@ def shrink(
     case: Path,
     impl: str | None,
     python: str | None,
+    root: str | None,
     time_limit: float,
     seconds: float,
     out: Path | None,
@@ -178,6 +186,7 @@ def shrink(
             out or case,
             impl,
             python,
+            root,
             time_limit=time_limit,
             seconds=seconds,
             progress=lambda tried: status.update(f"shrinking: {tried} tried"),
@@ -256,6 +265,31 @@ def faults(seed: int) -> None:
             table.add_row(finding.fault.name, finding.suite, str(finding.cases), place + mark)
     Console().print(table)
     raise SystemExit(1 if missed else 0)
+
+
+@main.command()
+@click.argument("name", type=click.Choice(["engine"]), default="engine")
+@click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--json", "json_file", type=_PATH, help="Write the figures as JSON.")
+def bench(name: str, rounds: int, json_file: Path | None) -> None:
+    """Measure the fast engine beside the reference on the embedded model."""
+    from servespec.conformance.bench.engine import bench_engine
+
+    if json_file is not None:
+        require_writable(json_file)
+    with click.progressbar(length=rounds, file=sys.stderr) as bar:
+        figures = bench_engine(rounds=rounds, progress=lambda _: bar.update(1))
+    click.echo(
+        f"{figures.requests} requests, {figures.prompt_tokens} prompt tokens,"
+        f" {figures.output_tokens} new tokens each; median of {rounds}"
+    )
+    for side, seconds in (("reference", figures.reference), ("fast", figures.fast)):
+        click.echo(f"{side:<11}{figures.tokens_per_second(seconds):>10,.0f} tokens/s")
+    click.echo(f"{'ratio':<11}{figures.ratio:>10.1f}")
+    if json_file is not None:
+        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(figures), indent=1))
+    if not figures.equal:
+        raise click.ClickException("the engines gave different tokens: the figures mean nothing")
 
 
 @main.command()
