@@ -219,6 +219,11 @@ class BlockPool:
         blocks = self._blocks_of.get(key)
         return next(iter(blocks)) if blocks else None
 
+    def is_hashed(self, blocks: IntArray) -> npt.NDArray[np.bool_]:
+        """Return which blocks have a key, in the shape of `blocks`."""
+        hashed: npt.NDArray[np.bool_] = self._hashed[blocks]
+        return hashed
+
     def key(self, block: int) -> bytes | None:
         """Return the primary key of a block."""
         return self._key.get(block)

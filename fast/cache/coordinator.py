@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from servespec.fast.cache.aligned import AlignedGdnGroup
 from servespec.fast.cache.block_pool import NULL_BLOCK, BlockPool, IntArray
 from servespec.fast.cache.groups import (
     UNLIMITED,
-    AlignedGdnGroup,
     BlockGroup,
     FullAttentionGroup,
     GdnGroup,
@@ -67,13 +67,15 @@ class KVCache:
     ----------
     pool : BlockPool
     groups : tuple of BlockGroup
+    aligned_groups : tuple of AlignedGdnGroup
     room : array of int64, shape (capacity,)
         Tokens up to which a request needs no further block.
     cache_at : array of int64, shape (capacity,)
         Known tokens at which the next block becomes full and gets its hash.
     skip_mark : array of int64, shape (capacity,)
-        Aligned GDN block in which the processed tokens ended when states were last given up; -1
-        if the table changed since.
+        Aligned GDN block in which the processed tokens ended when states were last given up.
+        While it stays so there is nothing more to give up: what an allocation makes superfluous is
+        read by its own step.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class KVCache:
         self.groups = self._make_groups(scheduler, cache, speculative, gdn_block)
         self._attention = tuple(g for g in self.groups if isinstance(g, FullAttentionGroup))
         self._gdn = tuple(g for g in self.groups if not isinstance(g, FullAttentionGroup))
+        self.aligned_groups = tuple(g for g in self.groups if isinstance(g, AlignedGdnGroup))
         # Only a priority victim can have been scheduled before in the step that preempts it.
         self._retracts = (
             scheduler.policy == "priority" and not scheduler.quirks.preempted_step_stays_cached
@@ -233,45 +236,27 @@ class KVCache:
                 group.adopt(slot, blocks, num_hit)
         new = tuple(tuple(g.allocate(slot, num_slots, num_main)) for g in self.groups)
         if any(new):
-            self.skip_mark[slot] = -1
-            self._note_room(slot)
+            self.note_room(np.array([slot]))
         self.cache(slot, min(num_main, num_tokens), num_main)
         return new
 
-    def allocate_each(self, slots: IntArray, group: int) -> IntArray:
-        """Give every slot one block of one group, in order; the caller has checked that it fits.
+    def missing(self, slots: IntArray, num_tokens: IntArray) -> IntArray:
+        """Count the blocks that running requests lack for `num_tokens` tokens each.
 
         Returns
         -------
-        array of int64, shape (len(slots),)
+        array of int64, shape (len(slots), number of groups)
         """
-        owner = self.groups[group]
-        ids = self.pool.allocate(len(slots))
-        counts = owner.counts[slots]
-        owner.table[slots, counts] = ids
-        owner.counts[slots] = counts + 1
-        filled = (counts + 1) * owner.block_size
-        self.room[slots] = np.where(
-            filled >= self._max_model_len, UNLIMITED, filled - self._num_lookahead
-        )
-        if isinstance(owner, FullAttentionGroup) and owner.clears_blocks:
-            owner.new_ids.extend(ids.tolist())
-        return ids
+        places = np.minimum(num_tokens + self._num_lookahead, self._max_model_len)
+        counts = [group.missing(slots, places, num_tokens) for group in self.groups]
+        return np.stack(counts, axis=1)
 
-    def one_block_is_enough(self, slots: IntArray, num_tokens: IntArray) -> bool:
-        """Whether one block of `growing_group` each makes room for `num_tokens` tokens each."""
-        if self.growing_group is None:
-            return False
-        needed = np.minimum(num_tokens + self._num_lookahead, self._max_model_len)
-        held = self.groups[self.growing_group].counts[slots] + 1
-        return bool((needed <= held * self.block_size).all())
-
-    @property
-    def growing_group(self) -> int | None:
-        """The one group that needs blocks as its requests grow; None if there are several."""
-        if self.aligned or self.fine or len(self._attention) != 1:
-            return None
-        return self._attention[0].index
+    def note_room(self, slots: IntArray) -> None:
+        """Work out anew up to which length requests need no further block."""
+        rooms = [
+            group.room(slots, self._num_lookahead, self._max_model_len) for group in self.groups
+        ]
+        self.room[slots] = rooms[0] if len(rooms) == 1 else np.min(rooms, axis=0)
 
     def cache(self, slot: int, num_tokens: int, end: int) -> None:
         """Enter the full blocks among the first `num_tokens` tokens in the index.
@@ -377,7 +362,7 @@ class KVCache:
                         capacity,
                         width + drafts,
                         drafts,
-                        publishes_overwritten=scheduler.quirks.overwritten_tail_published,
+                        quirks=scheduler.quirks,
                     )
                 )
             else:
@@ -414,11 +399,6 @@ class KVCache:
         for group in self._gdn:
             group.skip(slot, num_processed)
         self.skip_mark[slot] = mark
-
-    def _note_room(self, slot: int) -> None:
-        self.room[slot] = min(
-            group.room(slot, self._num_lookahead, self._max_model_len) for group in self.groups
-        )
 
     def _find_all(self, digest: bytes, groups: Sequence[BlockGroup]) -> list[int] | None:
         """Look a hash up in several groups; None unless all of them know it."""

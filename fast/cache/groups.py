@@ -14,12 +14,13 @@ import numpy.typing as npt
 from servespec.fast.cache.block_pool import NULL_BLOCK, BlockPool, IntArray
 from servespec.fast.cache.prefix import group_key
 
-__all__ = ["UNLIMITED", "AlignedGdnGroup", "BlockGroup", "FullAttentionGroup", "GdnGroup"]
+__all__ = ["NO_PLACE", "UNLIMITED", "BlockGroup", "FullAttentionGroup", "GdnGroup"]
 
 UNLIMITED = 1 << 60
 """Room of a request that needs no block ever again."""
 
-_NONE = -1
+NO_PLACE = -1
+"""Place of a block that is not there, and what a freed row of a table holds."""
 
 
 class BlockGroup:
@@ -149,11 +150,46 @@ class BlockGroup:
             Tokens whose step is over.
         """
 
-    def room(self, slot: int, num_lookahead: int, max_model_len: int) -> int:
-        """Return the number of tokens (without lookahead) up to which `allocate` does nothing."""
-        slots = int(self.counts[slot]) * self.block_size
+    def room(self, slots: IntArray, num_lookahead: int, max_model_len: int) -> IntArray:
+        """Return the tokens (without lookahead) up to which `allocate` does nothing.
+
+        Parameters
+        ----------
+        slots : array of int64, shape (n,)
+        num_lookahead, max_model_len : int
+
+        Returns
+        -------
+        array of int64, shape (n,)
+        """
+        places = self.counts[slots] * self.block_size
         # Places beyond the longest sequence are never asked for.
-        return UNLIMITED if slots >= max_model_len else slots - num_lookahead
+        return np.where(places >= max_model_len, UNLIMITED, places - num_lookahead)
+
+    def missing(self, slots: IntArray, num_slots: IntArray, num_main: IntArray) -> IntArray:
+        """Count the blocks that running requests lack.
+
+        Parameters
+        ----------
+        slots : array of int64, shape (n,)
+        num_slots, num_main : array of int64, shape (n,)
+            As in `demand`.
+
+        Returns
+        -------
+        array of int64, shape (n,)
+        """
+        lacking: IntArray = -(-num_slots // self.block_size) - self.counts[slots]
+        return np.maximum(lacking, 0, out=lacking)
+
+    def append_each(self, slots: IntArray, blocks: IntArray) -> None:
+        """Give each request one block at the end of its table."""
+        counts = self.counts[slots]
+        if int(counts.max()) >= self.table.shape[1]:
+            self._widen(int(counts.max()) + 1)
+        self.table[slots, counts] = blocks
+        self.counts[slots] = counts + 1
+        self._note_new(blocks.tolist())
 
     def cache(
         self, slot: int, num_tokens: int, end: int, num_prompt: int, hashes: Sequence[bytes]
@@ -199,7 +235,7 @@ class BlockGroup:
         count = int(self.counts[slot])
         if count:
             self.pool.release(self.table[slot, :count][::-1].astype(np.int64))
-        self.table[slot, :count] = _NONE
+        self.table[slot, :count] = NO_PLACE
         self.counts[slot] = 0
         self.num_cached[slot] = 0
         self._partial_hits.pop(slot, None)
@@ -212,11 +248,14 @@ class BlockGroup:
         count = int(self.counts[slot])
         end = count + len(blocks)
         if end > self.table.shape[1]:
-            wider = np.zeros((len(self.counts), 2 * end), dtype=np.int32)
-            wider[:, : self.table.shape[1]] = self.table
-            self.table = wider
+            self._widen(end)
         self.table[slot, count:end] = blocks
         self.counts[slot] = end
+
+    def _widen(self, width: int) -> None:
+        wider = np.zeros((len(self.counts), 2 * width), dtype=np.int32)
+        wider[:, : self.table.shape[1]] = self.table
+        self.table = wider
 
     def _note_new(self, blocks: Sequence[int]) -> None:
         """Remember blocks for clearing, if the worker clears those of this group."""
@@ -314,173 +353,13 @@ class GdnGroup(BlockGroup):
         """Give a request its state blocks."""
         return super().allocate(slot, self._with_drafts(num_slots), num_main)
 
-    def room(self, slot: int, num_lookahead: int, max_model_len: int) -> int:
-        """Return the number of tokens up to which `allocate` does nothing."""
-        return UNLIMITED if self.counts[slot] else 0
+    def room(self, slots: IntArray, num_lookahead: int, max_model_len: int) -> IntArray:
+        """Return the tokens up to which `allocate` does nothing: as many as there may be."""
+        return np.full(len(slots), UNLIMITED)
+
+    def missing(self, slots: IntArray, num_slots: IntArray, num_main: IntArray) -> IntArray:
+        """Count the blocks that running requests lack: none."""
+        return np.zeros(len(slots), dtype=np.int64)
 
     def _with_drafts(self, num_slots: int) -> int:
         return num_slots + self.block_size * self.num_spec_blocks
-
-
-class AlignedGdnGroup(BlockGroup):
-    """GDN layers in mode ``align``: a state at every block boundary, kept for prefix hits.
-
-    A request's running state lives in its last block (before the blocks of its drafts), and the
-    tables are padded with nulls so that block i stands for the state after i + 1 blocks of
-    tokens. The state two blocks back is given up as soon as no step in flight reads it.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        block_size: int,
-        hash_block_size: int,
-        pool: BlockPool,
-        capacity: int,
-        width: int,
-        num_spec_blocks: int,
-        *,
-        publishes_overwritten: bool,
-    ) -> None:
-        super().__init__(index, block_size, hash_block_size, pool, capacity, width)
-        self.num_spec_blocks = num_spec_blocks
-        self.publishes_overwritten = publishes_overwritten
-        # Keys whose states are only written in this step: no other request may start from them.
-        self._cached_this_step: set[bytes] = set()
-        self._last_state: IntArray = np.full(capacity, _NONE, dtype=np.int64)
-        self._allocated: npt.NDArray[np.bool_] = np.zeros(capacity, dtype=np.bool_)
-
-    def grow(self, capacity: int) -> None:
-        """Make room for more slots."""
-        super().grow(capacity)
-        more = capacity - len(self._last_state)
-        self._last_state = np.concatenate([self._last_state, np.full(more, _NONE, dtype=np.int64)])
-        self._allocated = np.concatenate([self._allocated, np.zeros(more, dtype=np.bool_)])
-
-    def new_step(self) -> None:
-        """Let states cached in the previous step be used."""
-        self._cached_this_step.clear()
-
-    def demand(
-        self, slot: int, num_slots: int, num_main: int, hits: Sequence[int], num_hit: int
-    ) -> int:
-        """Count the blocks that the free queue would lose.
-
-        Drafts are counted in blocks, not in tokens, and lookahead not at all: a token beyond the
-        boundary would break the alignment. The result is not clamped at 0 (vLLM's is not), so a
-        surplus here makes up for a lack in another group.
-        """
-        if hits and self.pool.key(hits[-1]) in self._cached_this_step:
-            # More than the pool has: wait for the next step.
-            return self.pool.num_blocks + 1
-        missing = self._num_required(num_main) - len(hits) - int(self.counts[slot])
-        partial = self._ends_inside(hits, num_hit) or slot in self._partial_hits
-        if partial:
-            missing = max(missing, 0) + 1
-        if missing > 0:
-            missing = 1 + partial
-            if not self._allocated[slot]:
-                missing += self.num_spec_blocks
-        return missing + self.pool.num_evictable(hits)
-
-    def allocate(self, slot: int, num_slots: int, num_main: int) -> list[int]:
-        """Move the draft blocks to the new end, pad with nulls and add what is missing."""
-        required = self._num_required(num_main)
-        held = int(self.counts[slot])
-        partial = self._partial_hits.pop(slot, None)
-        if required <= held and partial is None:
-            return []
-        drafts = self.num_spec_blocks
-        running = bool(self._allocated[slot])
-        if running:
-            self._last_state[slot] = held - 1 - drafts
-        elif held > 0:
-            self._last_state[slot] = held - 1
-        state = required - drafts - 1
-        self._append(slot, [NULL_BLOCK] * (state - held))
-        if running:
-            for place in range(held - drafts, min(held, state)):
-                self._append(slot, [int(self.table[slot, place])])
-                self.table[slot, place] = NULL_BLOCK
-        missing = required - int(self.counts[slot])
-        if partial is not None:
-            missing = max(missing, 0) + 1
-        new: list[int] = self.pool.allocate(missing).tolist()
-        reported: list[int] = self.table[slot, held : self.counts[slot]].tolist()
-        if partial is not None:
-            place, source = partial
-            copy = new.pop(0)
-            if running:
-                # The worker's table only grows, so the request stays on the source and the index
-                # moves to the copy, which is made before this step overwrites the source.
-                self.pool.move_keys(source, copy)
-                self.copies.append((source, copy))
-                self.pool.ref_counts[source] += 1
-                key = self.pool.key(copy)
-                if key is not None:
-                    self._cached_this_step.add(key)
-            else:
-                self._redirect(slot, place, source, copy)
-                reported.insert(0, copy)
-        self._append(slot, new)
-        self._allocated[slot] = True
-        return reported + new
-
-    def skip(self, slot: int, num_processed: int) -> None:
-        """Give up states before the one that `num_processed` tokens end in."""
-        current = (num_processed - 1) // self.block_size
-        row = self.table[slot]
-        freed = []
-        # Everything below an earlier null was given up before.
-        for place in range(min(current, int(self.counts[slot])) - 1, -1, -1):
-            if row[place] == NULL_BLOCK:
-                break
-            freed.append(int(row[place]))
-            row[place] = NULL_BLOCK
-        if freed:
-            self.pool.release(np.array(freed, dtype=np.int64))
-        last = int(self._last_state[slot])
-        if last != _NONE and last < current and row[last] != NULL_BLOCK:
-            self.pool.release(row[last : last + 1].astype(np.int64))
-            row[last] = NULL_BLOCK
-
-    def room(self, slot: int, num_lookahead: int, max_model_len: int) -> int:
-        """Return the number of tokens up to which `allocate` does nothing."""
-        return (int(self.counts[slot]) - self.num_spec_blocks) * self.block_size
-
-    def cache(
-        self, slot: int, num_tokens: int, end: int, num_prompt: int, hashes: Sequence[bytes]
-    ) -> list[int]:
-        """Enter the states at full blocks and, with fine hashes, at the end of the prompt.
-
-        A partial entry needs the computed tokens to end exactly at the prompt's last hash
-        boundary. The next step writes on in that block, so it first moves the entry to a copy.
-        vLLM looks at the known tokens only, and so also publishes a state that the same step
-        overwrites.
-        """
-        first = int(self.num_cached[slot])
-        entered = super().cache(slot, num_tokens, end, num_prompt, hashes)
-        last = int(self.num_cached[slot])
-        boundary = num_prompt // self.hash_block_size * self.hash_block_size
-        ends_there = num_tokens == boundary and (end == boundary or self.publishes_overwritten)
-        if ends_there and boundary % self.block_size != 0:
-            key = self._enter_partial(slot, boundary, hashes, entered)
-            if key is not None:
-                place = boundary // self.block_size
-                self._partial_hits[slot] = (place, int(self.table[slot, place]))
-                self.num_cached[slot] = place
-                self._cached_this_step.add(key)
-        for block in self.table[slot, first:last].tolist():
-            key = self.pool.key(block)
-            if key is not None:
-                self._cached_this_step.add(key)
-        return entered
-
-    def free(self, slot: int) -> None:
-        """Take all blocks from a request."""
-        super().free(slot)
-        self._last_state[slot] = _NONE
-        self._allocated[slot] = False
-
-    def _num_required(self, num_main: int) -> int:
-        return -(-num_main // self.block_size) + self.num_spec_blocks

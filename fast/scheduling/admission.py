@@ -45,15 +45,28 @@ def check_request(
     drafts = speculative_config.num_speculative_tokens if speculative_config else 0
     lookahead = speculative_config.num_lookahead_tokens if speculative_config else 0
     length = min(num_prompt + request.sampling_params.max_tokens, limit)
+    size = cache_config.block_size
+    aligned = cache_config.mamba_cache_mode == "align"
+    unit = cache_config.prefix_match_unit
+    copies = (
+        cache_config.enable_prefix_caching
+        and cache_config.has_gdn
+        and len(cache_config.groups) > 1
+        and unit is not None
+        and unit < size
+    )
     needed = 0
     for group in cache_config.groups:
         if group.layer_type == "full_attention":
-            needed += -(-min(length + lookahead, limit) // cache_config.block_size)
+            needed += -(-min(length + lookahead, limit) // size) + copies
         else:
             needed += 1 + drafts
-            if cache_config.mamba_cache_mode == "align" and length > cache_config.block_size:
-                # A step that crosses a boundary reads one state and writes another.
-                needed += 1
+            if aligned and length > size:
+                # A step that crosses a boundary reads one state and writes another, and the state
+                # before is kept for the step that is still in flight.
+                needed += 2 if scheduler_config.async_scheduling else 1
+            # The copy of a partly filled state block counts as two.
+            needed += 2 * copies
     available = cache_config.num_gpu_blocks - 1
     if needed > available:
         raise CacheTooSmallError(

@@ -59,8 +59,9 @@ class Plan:
         How many of `slots` were running before the step.
     blocks : dict of int to tuple of tuple of int
         New blocks of running requests that got any, by slot.
-    grown_slots, grown_ids : array of int64
-        Requests that got one block of group `grown_group`, and the blocks.
+    grown : list of (array of int64, array of int64)
+        Slots of running requests served together, shape (n,), and the one block of each group they
+        got, shape (n, number of groups), 0 where there is none.
     padded : dict of int to int
         Placeholder drafts of admitted requests, by slot.
     admissions : list of Admission
@@ -77,9 +78,7 @@ class Plan:
     counts: list[int] = field(default_factory=list)
     num_tail_running: int = 0
     blocks: dict[int, BlockTable] = field(default_factory=dict)
-    grown_slots: IntArray = field(default_factory=lambda: _NO_ROWS)
-    grown_ids: IntArray = field(default_factory=lambda: _NO_ROWS)
-    grown_group: int = 0
+    grown: list[tuple[IntArray, IntArray]] = field(default_factory=list)
     padded: dict[int, int] = field(default_factory=dict)
     admissions: list[Admission] = field(default_factory=list)
     any_chunk: bool = False
@@ -110,8 +109,7 @@ class Plan:
         else:
             return False
         self.blocks.pop(slot, None)
-        kept = self.grown_slots != slot
-        self.grown_slots, self.grown_ids = self.grown_slots[kept], self.grown_ids[kept]
+        self.grown = [(s[s != slot], ids[s != slot]) for s, ids in self.grown]
         return True
 
     def rows(self) -> tuple[IntArray, IntArray]:
@@ -152,9 +150,10 @@ class Schedule:
         Rows of requests that were running before the step.
     blocks : dict of int to tuple of tuple of int
         New blocks of rows that got any, by row.
-    grown_rows, grown_ids : array of int64
-        Rows that got one block of group `grown_group`, and the blocks.
-    num_groups : int
+    grown_rows : array of int64, shape (n,)
+        Further rows, that got at most one block of each group.
+    grown_ids : array of int64, shape (n, number of groups)
+        Those blocks, 0 where there is none.
     all_token_ids : dict of int to tuple of int
         All known tokens, by row, of known requests that were not in the previous step.
     admissions : list of Admission
@@ -177,8 +176,6 @@ kv_cache_block_copies, num_spec_tokens_to_schedule
     blocks: dict[int, BlockTable]
     grown_rows: IntArray
     grown_ids: IntArray
-    grown_group: int
-    num_groups: int
     all_token_ids: dict[int, tuple[int, ...]]
     admissions: list[Admission]
     num_common_prefix_blocks: tuple[int, ...]
@@ -230,19 +227,17 @@ kv_cache_block_copies, num_spec_tokens_to_schedule
         new_blocks: list[BlockTable | None] = [None] * self.num_running
         for row, table in self.blocks.items():
             new_blocks[row] = table
-        before = ((),) * self.grown_group
-        after = ((),) * (self.num_groups - self.grown_group - 1)
-        for row, block in zip(self.grown_rows.tolist(), self.grown_ids.tolist(), strict=True):
-            new_blocks[row] = (*before, (block,), *after)
+        for row, ids in zip(self.grown_rows.tolist(), self.grown_ids.tolist(), strict=True):
+            new_blocks[row] = tuple((block,) if block else () for block in ids)
         new_blocks += [self.admissions[row - self.num_running].block_ids for row in resumed]
-        ids = self.req_ids
+        names = self.req_ids
         return CachedRequestData(
-            req_ids=tuple(ids[row] for row in rows),
-            resumed_req_ids=frozenset(ids[row] for row in resumed),
+            req_ids=tuple(names[row] for row in rows),
+            resumed_req_ids=frozenset(names[row] for row in resumed),
             new_block_ids=tuple(new_blocks),
             num_computed_tokens=tuple(self.num_computed[rows].tolist()),
             num_output_tokens=tuple(self.num_outputs[rows].tolist()),
-            all_token_ids={ids[row]: tokens for row, tokens in self.all_token_ids.items()},
+            all_token_ids={names[row]: tokens for row, tokens in self.all_token_ids.items()},
         )
 
     def _drafts(self) -> dict[str, tuple[int, ...]]:

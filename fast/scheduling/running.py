@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servespec.fast.cache.block_pool import IntArray
+from servespec.fast.cache.together import Together
 from servespec.fast.scheduling.chunks import num_new_tokens
 from servespec.fast.scheduling.plan import Plan
 from servespec.fast.scheduling.state import State
@@ -48,9 +49,8 @@ def _schedule_together(state: State, plan: Plan, *, defer_prefills: bool) -> int
         end = int(np.searchsorted(spent, plan.budget, side="right"))
     if special.any():
         places = np.flatnonzero(special[:end])
-        if not _grow_together(state, plan, slots[places], counts[places]):
-            end = _handle(state, plan, counts, places, end)
-            fewest = 0
+        end = _serve(state, plan, counts, places, end)
+        fewest = 0
     if end < len(slots):
         slots, counts = slots[:end], counts[:end]
     if fewest <= 0:
@@ -112,59 +112,58 @@ def _wanted(state: State, *, defer_prefills: bool) -> tuple[IntArray, npt.NDArra
     return counts, special
 
 
-def _grow_together(state: State, plan: Plan, slots: IntArray, counts: IntArray) -> bool:
-    """Serve requests that each need at most one block of one group; False if that is not so."""
-    cache = state.cache
-    group = cache.growing_group
-    if group is None or (counts < 0).any():
-        return False
-    ends = state.requests.num_computed[slots] + counts
-    needing = ends > cache.room[slots]
-    grown = slots[needing]
-    if len(grown) > cache.pool.num_free or not cache.one_block_is_enough(grown, ends[needing]):
-        return False
-    if len(grown):
-        plan.grown_group = group
-        plan.grown_slots, plan.grown_ids = grown, cache.allocate_each(grown, group)
-    if cache.hashing:
-        lengths = np.minimum(ends, state.requests.num_tokens[slots])
-        for slot, length, end in zip(slots.tolist(), lengths.tolist(), ends.tolist(), strict=True):
-            cache.cache(slot, length, end)
-    return True
-
-
-def _handle(state: State, plan: Plan, counts: IntArray, places: IntArray, end: int) -> int:
-    """Serve the requests at `places` one by one, correcting `counts`.
+def _serve(state: State, plan: Plan, counts: IntArray, places: IntArray, end: int) -> int:
+    """Serve the requests at `places` in order, correcting `counts`.
 
     Returns
     -------
     int
-        Requests before this index are served; `end` unless blocks ran out.
+        Requests before this index are served; `end` unless budget or blocks ran out.
     """
-    slots = state.running.view(state.requests).slots
+    requests = state.requests
+    slots = state.running.view(requests).slots[places]
+    computed = requests.num_computed[slots]
+    known = requests.num_tokens[slots]
+    processed = np.maximum(computed - requests.num_in_flight[slots], 0)
+    together = Together(state.cache, slots, computed + counts[places], known, processed)
+    simple = together.simple & (counts[places] > 0)
+    if state.cache.aligned:
+        # A prefill may have to be cut.
+        simple &= computed >= np.maximum(requests.num_prompt[slots], known - 1)
     before = np.maximum(counts, 0).cumsum()[places] - np.maximum(counts[places], 0)
     saved = 0
-    for place, slot, wanted, spent in zip(
-        places.tolist(),
-        slots[places].tolist(),
-        counts[places].tolist(),
-        before.tolist(),
-        strict=True,
-    ):
-        left = plan.budget - spent + saved
+    index = 0
+    while index < len(places):
+        stop = index + _leading(simple[index:])
+        if stop > index:
+            ids = together.serve(index, stop)
+            if ids is not None:
+                some = ids.any(axis=1)
+                plan.grown.append((slots[index:stop][some], ids[some]))
+                index = stop
+                continue
+            # Serve as many as there are blocks for, and let the rest preempt.
+            simple[index:stop] = False
+        place, wanted = int(places[index]), int(counts[places[index]])
+        left = plan.budget - int(before[index]) + saved
         if left <= 0:
-            return int(place)
-        count = num_new_tokens(state, slot, left)
+            return place
+        count = num_new_tokens(state, int(slots[index]), left)
         counts[place] = count
         saved += max(wanted, 0) - count
-        if count == 0:
-            continue
-        blocks = state.cache.allocate(slot, count)
-        if blocks is None:
-            return int(place)
-        if any(blocks):
-            plan.blocks[slot] = blocks
+        if count != 0:
+            blocks = state.cache.allocate(int(slots[index]), count)
+            if blocks is None:
+                return place
+            if any(blocks):
+                plan.blocks[int(slots[index])] = blocks
+        index += 1
     return end
+
+
+def _leading(flags: npt.NDArray[np.bool_]) -> int:
+    """Count the leading true values."""
+    return len(flags) if flags.all() else int(flags.argmin())
 
 
 def _schedule_one_by_one(state: State, plan: Plan, index: int, *, defer_prefills: bool) -> None:

@@ -32,6 +32,8 @@ from servespec.reference.contracts import (
 
 __all__ = ["Scheduler"]
 
+_NO_ROWS: IntArray = np.zeros(0, dtype=np.int64)
+
 
 class Scheduler:
     """Decides, step by step, which requests compute how many tokens in which blocks.
@@ -245,6 +247,7 @@ class Scheduler:
         num_drafts, draft_ids = self._take_drafts(
             plan, slots, counts + computed - known - placeholders
         )
+        grown_rows, grown_ids = self._grown(plan, slots)
         view = None
         if plan.num_running == len(slots) == len(state.running):
             view = state.running.view(requests)
@@ -265,10 +268,8 @@ class Scheduler:
             draft_ids=draft_ids,
             num_running=plan.num_running,
             blocks={row_of[slot]: table for slot, table in plan.blocks.items()},
-            grown_rows=_rows_of(slots, plan.grown_slots),
-            grown_ids=plan.grown_ids,
-            grown_group=plan.grown_group,
-            num_groups=len(cache.groups),
+            grown_rows=grown_rows,
+            grown_ids=grown_ids,
             all_token_ids=self._returning(plan, slots),
             admissions=plan.admissions,
             num_common_prefix_blocks=cache.num_common_prefix(state.running[0], len(state.running))
@@ -291,6 +292,15 @@ class Scheduler:
         if state.config.async_scheduling:
             self._expect_tokens(slots, chunks, num_drafts)
         return schedule
+
+    def _grown(self, plan: Plan, slots: IntArray) -> tuple[IntArray, IntArray]:
+        """Return the rows of requests served together, and their new blocks."""
+        if not plan.grown:
+            return _NO_ROWS, _NO_ROWS
+        # Served in the order of the rows, so the slots stand in the same order.
+        grown = np.concatenate([some for some, _ in plan.grown])
+        rows = np.flatnonzero(np.isin(slots, grown))
+        return rows, np.concatenate([ids for _, ids in plan.grown])
 
     def _take_drafts(
         self, plan: Plan, slots: IntArray, surplus: IntArray
@@ -387,10 +397,3 @@ class Scheduler:
     def _slots(self, ids: Sequence[str]) -> IntArray:
         slot_of = self._state.requests.slot_of
         return np.array([slot_of.get(i, -1) for i in ids], dtype=np.int64)
-
-
-def _rows_of(slots: IntArray, some: IntArray) -> IntArray:
-    """Return the places of `some` slots, which stand in the same order, among `slots`."""
-    if not len(some):
-        return some
-    return np.flatnonzero(np.isin(slots, some))

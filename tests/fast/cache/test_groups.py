@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from servespec.fast.cache.aligned import AlignedGdnGroup
 from servespec.fast.cache.block_pool import BlockPool
-from servespec.fast.cache.groups import UNLIMITED, AlignedGdnGroup, FullAttentionGroup, GdnGroup
+from servespec.fast.cache.groups import UNLIMITED, FullAttentionGroup, GdnGroup
+from servespec.reference.contracts import Quirks
 
 HASHES = [bytes([i]) for i in range(8)]
 
@@ -14,8 +17,11 @@ def attention(pool: BlockPool, unit: int = 4) -> FullAttentionGroup:
     return FullAttentionGroup(0, 4, unit, pool, 4, 8, clears_blocks=True)
 
 
-def aligned(pool: BlockPool, drafts: int = 0, unit: int = 4) -> AlignedGdnGroup:
-    return AlignedGdnGroup(0, 4, unit, pool, 4, 12, drafts, publishes_overwritten=False)
+def aligned(
+    pool: BlockPool, drafts: int = 0, unit: int = 4, quirks: Quirks | None = None
+) -> AlignedGdnGroup:
+    quirks = quirks or Quirks()
+    return AlignedGdnGroup(0, 4, unit, pool, 4, 12, drafts, quirks=quirks)
 
 
 class TestFullAttention:
@@ -76,9 +82,9 @@ class TestFullAttention:
     def test_room_ends_with_the_last_block_and_never_at_the_longest_length(self) -> None:
         group = attention(BlockPool(10, enable_caching=False))
         group.allocate(0, 9, 9)
-        assert group.room(0, 0, 32) == 12
-        assert group.room(0, 3, 32) == 9
-        assert group.room(0, 3, 12) == UNLIMITED
+        assert group.room(np.array([0]), 0, 32).tolist() == [12]
+        assert group.room(np.array([0]), 3, 32).tolist() == [9]
+        assert group.room(np.array([0]), 3, 12).tolist() == [UNLIMITED]
 
     def test_a_freed_row_is_poisoned(self) -> None:
         group = attention(BlockPool(10, enable_caching=False))
@@ -95,7 +101,7 @@ class TestGdnModeNone:
         assert group.allocate(0, 7, 7) == [1, 2, 3, 4]
         assert group.demand(0, 100, 100, (), 0) == 0
         assert group.allocate(0, 100, 100) == []
-        assert group.room(0, 3, 100) == UNLIMITED
+        assert group.room(np.array([0]), 3, 100).tolist() == [UNLIMITED]
 
 
 class TestGdnModeAlign:
@@ -103,7 +109,7 @@ class TestGdnModeAlign:
         group = aligned(BlockPool(10, enable_caching=True))
         assert group.demand(0, 12, 12, (), 0) == 1
         assert group.allocate(0, 12, 12) == [0, 0, 1]
-        assert group.room(0, 0, 64) == 12
+        assert group.room(np.array([0]), 0, 64).tolist() == [12]
 
     def test_the_state_two_back_is_given_up(self) -> None:
         pool = BlockPool(10, enable_caching=True)
@@ -117,6 +123,18 @@ class TestGdnModeAlign:
         group.skip(0, 8)
         assert group.block_ids(0) == [0, 2]
         assert pool.free.to_array().tolist()[0] == 1
+
+    @pytest.mark.parametrize(("leaks", "expected"), [(True, [0, 1, 0, 0]), (False, [0, 0, 0, 0])])
+    def test_states_between_chunks_in_flight(self, leaks: bool, expected: list[int]) -> None:
+        """Chunks end at 8, 16 and 24 tokens before the first one's step is over."""
+        group = aligned(
+            BlockPool(10, enable_caching=True), quirks=Quirks(skipped_states_leak=leaks)
+        )
+        for end in (8, 16, 24):
+            group.allocate(0, end, end)
+        assert group.block_ids(0) == [0, 1, 0, 2, 0, 3]
+        group.skip(0, 24)
+        assert group.block_ids(0) == [*expected, 0, 3]
 
     def test_draft_blocks_move_to_the_new_end(self) -> None:
         group = aligned(BlockPool(10, enable_caching=True), drafts=2)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from servespec.fast.scheduling.admission import check_request
@@ -66,3 +68,19 @@ def test_draft_states_and_lookahead_count() -> None:
     with pytest.raises(CacheTooSmallError, match="16 tokens need 8 blocks"):
         check_request(request(9, 7), SCHEDULER, cache(8, GDN, ATTENTION), drafts)
     check_request(request(9, 7), SCHEDULER, cache(9, GDN, ATTENTION), drafts)
+
+
+def test_a_step_in_flight_keeps_a_state() -> None:
+    config = dataclasses.replace(SCHEDULER, async_scheduling=True)
+    with pytest.raises(CacheTooSmallError, match="16 tokens need 7 blocks"):
+        check_request(request(9, 7), config, cache(7, GDN, ATTENTION, mode="align"))
+    check_request(request(9, 7), config, cache(8, GDN, ATTENTION, mode="align"))
+
+
+def test_copies_of_fine_hits_count() -> None:
+    fine = dataclasses.replace(
+        cache(9, GDN, ATTENTION, mode="align"), enable_prefix_caching=True, prefix_match_unit=2
+    )
+    with pytest.raises(CacheTooSmallError, match="16 tokens need 9 blocks"):
+        check_request(request(9, 7), SCHEDULER, fine)
+    check_request(request(9, 7), SCHEDULER, dataclasses.replace(fine, num_gpu_blocks=10))
