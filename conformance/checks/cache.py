@@ -156,16 +156,15 @@ class WatchedScheduler:
                 "none",
                 name,
             )
-        queued = (*state.waiting, *state.skipped_waiting)
-        if state.running or not queued or state.pause_state is not PauseState.UNPAUSED:
+        heads = (*state.waiting[:1], *state.skipped_waiting[:1])
+        if state.running or not heads or state.pause_state is not PauseState.UNPAUSED:
             return
         free = len(state.free_blocks)
-        needs = {name: self._most_blocks(name) for name in queued}
+        need = max(self._most_blocks(name) for name in heads)
         self._require(
-            max(needs.values()) > free,
+            need > free,
             "num_scheduled_tokens",
-            f"an admission: {free} blocks are free, each waiting request needs at most "
-            f"{max(needs.values())}",
+            f"an admission: {free} blocks are free, the first in line needs at most {need}",
             "none",
         )
 

@@ -152,6 +152,9 @@ def make_case(
     quirks = Quirks.vllm_0_27_1() if quirks is None else quirks
     block_size = rng.choice((1, 2, 3, 4, 4, 4, 6, 8))
     max_model_len = rng.choice((rng.randint(12, 32), rng.randint(32, 96)))
+    if rng.random() < 0.4:
+        # So that a prompt exists which hits all but one token and is padded to the very end.
+        max_model_len -= (max_model_len - combination.num_speculative_tokens - 1) % block_size
     groups = _groups(combination.layout, rng)
     scheduler = _scheduler_config(combination, max_model_len, block_size, quirks, rng)
     speculative = None
@@ -249,8 +252,8 @@ def _workload(
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     # A prompt one longer than whole blocks can hit all but its last token; one that ends K short
     # of the longest sequence can be padded right up to it.
-    edges = [*range(1, scheduler.max_model_len, block_size), scheduler.max_model_len - drafts]
-    lengths = [n for n in edges if 1 <= n < scheduler.max_model_len]
+    edges = [*range(1, scheduler.max_model_len, block_size), scheduler.max_model_len - 1]
+    edges += [scheduler.max_model_len - drafts] * (len(edges) if drafts else 0)
     events: list[dict[str, object]] = []
     made: list[Request] = []
     count = rng.randint(3, 14)
@@ -258,7 +261,7 @@ def _workload(
     while len(made) < count:
         arriving = min(count - len(made), int(rng.expovariate(1.0) * busy + 0.5))
         arrivals = [
-            _request(len(made) + i, len(events), base, lengths, num_token_ids, salted, rng)
+            _request(len(made) + i, len(events), base, edges, num_token_ids, salted, rng)
             for i in range(arriving)
         ]
         made += arrivals
@@ -305,13 +308,15 @@ def _request(
     shared = rng.choice((0, length, rng.randint(0, length)))
     prompt = base[:shared] + [rng.randrange(50) for _ in range(length - shared)]
     max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(4, 30)))
+    # Now and then more than the model's length allows, which vLLM takes for an endless request.
+    min_tokens = rng.choice((max_tokens, rng.randint(0, max_tokens))) if rng.random() < 0.1 else 0
     stops = rng.random() < 0.3
     return Request(
         request_id=f"r{number}",
         prompt_token_ids=tuple(prompt),
         sampling_params=SamplingParams(
             max_tokens=max_tokens,
-            min_tokens=rng.randint(0, max_tokens) if rng.random() < 0.1 else 0,
+            min_tokens=min_tokens,
             eos_token_id=rng.randrange(num_token_ids) if stops and rng.random() < 0.5 else None,
             stop_token_ids=(rng.randrange(num_token_ids),) if stops and rng.random() < 0.5 else (),
             repetition_detection=RepetitionDetection(
