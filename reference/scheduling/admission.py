@@ -72,25 +72,26 @@ def blocks_alone(
     the drafter's lookahead. Full attention needs a block for every `block_size` slots. GDN needs a
     state and one for each draft. In mode ``align``, as soon as there are two blocks of tokens, the
     state of every step that has not returned is kept besides; vLLM has two such steps under
-    asynchronous scheduling. Where a prefix hit may end inside a block, that block and its copy are
-    held together, and GDN takes one block more to go on.
+    asynchronous scheduling. Where a prefix hit may end inside a block, every group holds that block
+    together with its copy.
+
+    With less, a request can be stuck alone in an empty cache; with this much and the oddities off
+    the first in line always gets done.
     """
     layout = make_layout(scheduler_config, cache_config, speculative_config)
     limit = layout.max_model_len
     tokens = min(request.num_prompt_tokens + request.sampling_params.max_tokens, limit)
     slots = min(tokens + layout.num_lookahead_tokens, limit)
 
-    copied = int(layout.is_fine)
+    copies = int(layout.is_fine)
     unreturned = 2 if scheduler_config.async_scheduling else 1
 
     def demand(group: GroupLayout) -> int:
         if group.kind is GroupKind.FULL_ATTENTION:
-            return blocks_for(slots, group.block_size) + copied
+            return blocks_for(slots, group.block_size) + copies
         states = 1 + group.num_speculative_blocks
-        if group.kind is GroupKind.GDN_ALIGN:
-            states += 2 * copied
-            if tokens > group.block_size:
-                states += unreturned
-        return states
+        if group.kind is GroupKind.GDN_NONE:
+            return states
+        return states + copies + (unreturned if tokens > group.block_size else 0)
 
     return sum(demand(group) for group in layout.groups)

@@ -13,11 +13,12 @@ from servespec.reference.cache import groups as caches
 from servespec.reference.cache.groups import PrefixHit
 from servespec.reference.contracts import BlockTable, RequestStatus
 from servespec.reference.scheduling.chunks import aligned_split, under_threshold
+from servespec.reference.scheduling.hooks import BLOCKED_STATUSES
 from servespec.reference.scheduling.plan import Plan
 from servespec.reference.scheduling.queues import prepend
 from servespec.reference.scheduling.state import RequestState, SchedulerState
 
-__all__ = ["admitted_chunk", "schedule_waiting", "takes_skipped"]
+__all__ = ["admitted_chunk", "must_wait", "schedule_waiting", "takes_skipped"]
 
 
 def schedule_waiting(state: SchedulerState, plan: Plan) -> tuple[SchedulerState, Plan]:
@@ -25,8 +26,7 @@ def schedule_waiting(state: SchedulerState, plan: Plan) -> tuple[SchedulerState,
 
     The first in line that cannot be admitted ends the loop: nobody overtakes it, so a request that
     needs much is not starved by ones that need little. Only a request that must not run yet
-    (output of before its preemption is still to come, or `is_blocked` says so) is set aside, and
-    stands in front of `skipped_waiting` in the next step.
+    (`must_wait`) is set aside, and stands in front of `skipped_waiting` in the next step.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def schedule_waiting(state: SchedulerState, plan: Plan) -> tuple[SchedulerState,
         name = skipped[0] if from_skipped else waiting[0]
         request = requests[name]
         rest = (waiting, skipped[1:]) if from_skipped else (waiting[1:], skipped)
-        if request.num_stale_output_tokens > 0 and not request.drop_stale_output:
+        if must_wait(request):
             waiting, skipped = rest
             set_aside.append(name)
             continue
@@ -111,6 +111,17 @@ def schedule_waiting(state: SchedulerState, plan: Plan) -> tuple[SchedulerState,
         drafts=drafts,
     )
     return state, plan
+
+
+def must_wait(request: RequestState) -> bool:
+    """Whether a request in line must not run yet.
+
+    Output that steps in flight computed before its preemption is still to come; if it ran now it
+    would sample positions again that this output fills. Or it waits for something outside the
+    scheduler.
+    """
+    stale = request.num_stale_output_tokens > 0 and not request.drop_stale_output
+    return stale or request.status in BLOCKED_STATUSES
 
 
 def takes_skipped(
