@@ -28,7 +28,7 @@ from servespec.conformance.adapters.reference import ReferenceImplementation, ti
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.counting import count_batch, count_outputs, count_schedule
 from servespec.conformance.checks.engine import checked_record, model_of
-from servespec.conformance.checks.model import alone_config
+from servespec.conformance.checks.model import alone_config, most_steps
 from servespec.conformance.checks.numbers import compare_token
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.verdicts import DivergedError, Divergence, Tally, attempt, directly
@@ -169,22 +169,19 @@ def _serve(
     """
     call: Callable[..., Any] = attempt if tally is None else directly
     tokens: dict[str, list[int]] = {}
-    work = sum(
-        r.num_prompt_tokens + r.sampling_params.max_tokens for wave in variant.waves for r in wave
-    )
-    most_steps = 50 + 10 * work
+    limit = most_steps(request for wave in variant.waves for request in wave)
     steps = 0
     for wave in variant.waves:
         for request in wave:
             call(engine.add_request, request)
             tokens[request.request_id] = []
         while call(engine.has_unfinished_requests):
-            if steps == most_steps:
+            if steps == limit:
                 waiting = next(r.request_id for r in wave if r.request_id in tokens)
                 raise DivergedError(
                     Divergence(
                         field=f"progress[{variant.name}]",
-                        expected=f"all requests to end within {most_steps} steps",
+                        expected=f"all requests to end within {limit} steps",
                         got="requests that never end",
                         step=steps,
                         request=waiting,

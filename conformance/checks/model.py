@@ -8,7 +8,7 @@ compared: an engine with another scheduler can pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from servespec.reference.contracts import (
     StepRecord,
 )
 
-__all__ = ["SUITE", "alone_config", "check"]
+__all__ = ["SUITE", "alone_config", "check", "most_steps"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,18 @@ class Row:
     num_tokens: int
     logits: npt.NDArray[np.float64]
     token: object
+
+
+def most_steps(requests: Iterable[Request]) -> int:
+    """Return more steps than any scheduler needs that computes a token a step.
+
+    Ten times the tokens leave room for requests that preempt each other.
+
+    Parameters
+    ----------
+    requests : iterable of Request
+    """
+    return 50 + 10 * sum(r.num_prompt_tokens + r.sampling_params.max_tokens for r in requests)
 
 
 def alone_config(case: Case) -> EngineConfig:
@@ -170,7 +182,7 @@ def _rows(
     worker = PretendWorker(replace(case.workload, num_token_ids=model.vocab_size), None)
     call: Callable[..., Any] = directly if tally is None else attempt
     num_tokens: dict[str, int] = {}
-    for number in range(case.workload.max_steps):
+    for number in range(most_steps(case.workload.requests) + len(steps)):
         for request in steps[number].add if number < len(steps) else ():
             call(engine.add_request, request)
             num_tokens[request.request_id] = request.num_prompt_tokens
