@@ -233,6 +233,21 @@ def record(python: str, seeds: int, folder: Path) -> None:
             click.echo(f"{path}  {path.stat().st_size:,} bytes")
 
 
+@main.command("record-v0")
+@click.option("--python", required=True, help="Interpreter that runs vLLM 0.5.1's scheduler.")
+@click.option("--root", required=True, help="Folder of the unpacked wheel of vLLM 0.5.1.")
+@click.option("--seeds", default=3, show_default=True, help="Cases of each combination.")
+@click.argument("path", type=_PATH)
+def record_v0(python: str, root: str, seeds: int, path: Path) -> None:
+    """Record the real V0 scheduler over every combination of switches into a trace file."""
+    from servespec.conformance.adapters.loading import load_vllm_v0
+    from servespec.conformance.adapters.v0_traces import record_v0_matrix
+
+    with load_vllm_v0(python, root) as vllm, Console(stderr=True).status("recording"):
+        steps = record_v0_matrix(vllm, path, range(seeds))
+    click.echo(f"{path}  {steps:,} steps  {path.stat().st_size:,} bytes")
+
+
 @main.command()
 def implementations() -> None:
     """List the implementations known by name."""
