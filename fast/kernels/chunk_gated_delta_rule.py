@@ -35,8 +35,8 @@ __all__ = ["ChunkPlan", "chunk_gated_delta_rule", "plan_chunks"]
 _MAX_CHUNK = 64
 _MIN_CHUNK = 4
 _MIN_LOG_DECAY = -60.0
-# Chunks times tokens prepared at once: bounds the memory, and keeps it in the cache.
-_MAX_TOKENS = 512
+# Elements of keys and values prepared at once, 1 MiB: more than a few times that is out of cache.
+_MAX_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class _Segment:
     `tokens` ``[n, size]``: packed token of each place, padding names the row's last token;
     `padding` ``[n, size]``: bool; `kept` and `targets`: the places that hold a token, flat, and
     the tokens they hold; `active`: for each scan step the rows that have a chunk, which are the
-    first ones of the class; their chunks lie side by side in that order.
+    first ones of the batch; their chunks lie side by side in that order.
     """
 
     tokens: Tensor
@@ -57,8 +57,8 @@ class _Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Class:
-    """Rows of one chunk size, longest first."""
+class _Batch:
+    """Some rows of one chunk size, longest first."""
 
     rows: Tensor
     segments: tuple[_Segment, ...]
@@ -68,16 +68,18 @@ class _Class:
 class ChunkPlan:
     """How rows are cut into chunks; the same for every layer."""
 
-    classes: tuple[_Class, ...]
+    batches: tuple[_Batch, ...]
 
 
-def plan_chunks(query_start_loc: Tensor) -> ChunkPlan:
+def plan_chunks(query_start_loc: Tensor, elements_per_token: int) -> ChunkPlan:
     """Cut packed rows into chunks.
 
     Parameters
     ----------
     query_start_loc : Tensor
         ``[R + 1]``, cumulative token counts, 0 first.
+    elements_per_token : int
+        ``Hv * (dk + dv)``, which decides how many tokens are prepared at once.
 
     Returns
     -------
@@ -87,33 +89,36 @@ def plan_chunks(query_start_loc: Tensor) -> ChunkPlan:
     starts = query_start_loc.cpu().numpy().astype(np.int64)
     lengths = np.diff(starts)
     sizes = np.clip(1 << np.ceil(np.log2(lengths)).astype(np.int64), _MIN_CHUNK, _MAX_CHUNK)
-    classes = []
+    batches = []
     for size in np.unique(sizes).tolist():
-        rows = np.flatnonzero(sizes == size)
-        rows = rows[np.argsort(-lengths[rows], kind="stable")]
-        counts = -(-lengths[rows] // size)
-        active = [int((counts > step).sum()) for step in range(int(counts[0]))]
-        classes.append(
-            _Class(
-                rows=torch.from_numpy(rows).to(device),
-                segments=_segments(starts[rows], lengths[rows], size, active, device),
+        most = max(1, _MAX_ELEMENTS // (size * elements_per_token))
+        alike = np.flatnonzero(sizes == size)
+        alike = alike[np.argsort(-lengths[alike], kind="stable")]
+        for first in range(0, len(alike), most):
+            rows = alike[first : first + most]
+            batches.append(
+                _Batch(
+                    rows=torch.from_numpy(rows).to(device),
+                    segments=_segments(starts[rows], lengths[rows], size, most, device),
+                )
             )
-        )
-    return ChunkPlan(tuple(classes))
+    return ChunkPlan(tuple(batches))
 
 
 def _segments(
     starts: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
     size: int,
-    active: list[int],
+    most: int,
     device: torch.device,
 ) -> tuple[_Segment, ...]:
+    counts = -(-lengths // size)
+    active = [int((counts > step).sum()) for step in range(int(counts[0]))]
     segments = []
     step = 0
     while step < len(active):
         until = step + 1
-        while until < len(active) and sum(active[step : until + 1]) * size <= _MAX_TOKENS:
+        while until < len(active) and sum(active[step : until + 1]) <= most:
             until += 1
         row = np.concatenate([np.arange(count) for count in active[step:until]])
         first = np.repeat(np.arange(step, until), active[step:until]) * size
@@ -166,10 +171,10 @@ def chunk_gated_delta_rule(
         ``[T, Hv, dv]`` float32.
     """
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    for rows in plan.classes:
-        where = slots.index_select(0, rows.rows)
+    for batch in plan.batches:
+        where = slots.index_select(0, batch.rows)
         state = states.index_select(0, where)
-        for segment in rows.segments:
+        for segment in batch.segments:
             _advance(q, k, v, g, beta, state, segment, out)
         states.index_copy_(0, where, state)
     return out
@@ -192,37 +197,42 @@ def _advance(
     """Run one segment: `state` ``[rows, Hv, dv, dk]`` and `out` change in place."""
     chunks, size = segment.tokens.shape
     tokens = segment.tokens.view(-1)
-    key_heads, value_heads, dv = k.shape[1], v.shape[1], v.shape[2]
+    key_heads, value_heads = k.shape[1], v.shape[1]
     share = value_heads // key_heads
 
     def chunked(x: Tensor) -> Tensor:
         """``[T, h, ...]`` to ``[chunks, h, size, ...]``."""
-        return x.index_select(0, tokens).view(chunks, size, *x.shape[1:]).transpose(1, 2)
+        split = x.index_select(0, tokens).view(chunks, size, *x.shape[1:])
+        return split.transpose(1, 2).contiguous()
 
-    def per_value_head(x: Tensor) -> Tensor:
-        """``[chunks, Hk, ...]`` to ``[chunks, Hk, share, ...]`` without a copy."""
-        return x.unsqueeze(2).expand(-1, -1, share, *x.shape[2:])
+    def scaled(x: Tensor, factor: Tensor) -> Tensor:
+        """``[chunks, Hk, size, n]`` by ``[chunks, Hv, size, m]``, m being 1 or n."""
+        product = x.unsqueeze(2) * factor.view(chunks, key_heads, share, size, -1)
+        return product.flatten(1, 2)
 
-    q, k, v = chunked(q).contiguous(), chunked(k).contiguous(), chunked(v)
+    q, k, v = chunked(q), chunked(k), chunked(v)
     padding = segment.padding.unsqueeze(1)
-    total = chunked(g).masked_fill(padding, 0.0).cumsum(dim=-1)
-    beta = chunked(beta).masked_fill(padding, 0.0).unsqueeze(-1)
-    grown = _decay(total).unsqueeze(-1)
+    total = chunked(g).masked_fill_(padding, 0.0).cumsum(dim=-1)
+    beta = chunked(beta).masked_fill_(padding, 0.0)
+    grown = _decay(total)
 
-    upper = torch.ones(size, size, dtype=torch.bool, device=v.device).triu(1)
-    decay = _decay((total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(upper, -torch.inf))
-    decay = decay.view(chunks, key_heads, share, size, size)
-    shape = (chunks, value_heads, size, -1)
-    lower = (decay * per_value_head(k @ k.transpose(2, 3))).view(shape).mul_(beta)
-    within = (per_value_head(q @ k.transpose(2, 3)) * decay).view(shape)
-    k = per_value_head(k).reshape(shape)
-    q = per_value_head(q).reshape(shape) * grown
-    right = torch.cat((v * beta, k * (beta * grown)), dim=-1)
-    u, w = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True).split(
-        (dv, k.shape[-1]), dim=-1
+    identity = torch.eye(size, dtype=v.dtype, device=v.device)
+    upper = torch.ones_like(identity, dtype=torch.bool).triu_(1)
+    pairs = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(upper, -torch.inf)
+    decay = _decay(pairs)
+    system = scaled(k @ k.mT, decay).mul_(beta.unsqueeze(-1))
+    within = scaled(q @ k.mT, decay)
+    inverse = torch.linalg.solve_triangular(
+        system, identity.expand_as(system), upper=False, unitriangular=True
     )
-    k = k * _decay(total[..., -1:] - total).unsqueeze(-1)
-    last = grown[:, :, -1:]
+    # Substitution multiplies small decays with each other once more.
+    inverse = inverse.masked_fill_(decay == 0, 0.0)
+    u = (inverse * beta.unsqueeze(-2)) @ v
+    w = inverse @ scaled(k, beta * grown)
+    w.masked_fill_((grown == 0).unsqueeze(-1), 0.0)
+    q = scaled(q, grown)
+    k = scaled(k, _decay(total[..., -1:] - total))
+    last = grown[:, :, -1:, None]
 
     at = 0
     for count in segment.active:
@@ -233,5 +243,5 @@ def _advance(
         read = q[part] @ now.transpose(2, 3) + within[part] @ added
         now.mul_(last[part]).add_(added.transpose(2, 3) @ k[part])
         u[part] = read
-    flat = u.transpose(1, 2).reshape(chunks * size, value_heads, dv)
+    flat = u.transpose(1, 2).reshape(chunks * size, value_heads, -1)
     out.index_copy_(0, segment.targets, flat.index_select(0, segment.kept))

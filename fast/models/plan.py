@@ -118,18 +118,20 @@ def _attention(
 def _gdn(
     inputs: StepInputs, group: GdnInputs, memory: CacheMemory, layers: tuple[int, ...]
 ) -> GdnStep:
+    ssm = memory.gdn(layers[0]).ssm
+    _, heads, value_dim, key_dim = ssm.shape
     slots = group.state_indices.long()
     count = group.num_decodes
     convolution = chunks = None
     if count < inputs.num_reqs:
         starts = (inputs.query_start_loc[count:] - count).long()
         convolution = plan_convolution(starts, memory.model.linear_conv_kernel_dim)
-        chunks = plan_chunks(starts)
+        chunks = plan_chunks(starts, heads * (value_dim + key_dim))
     return GdnStep(
         num_decodes=count,
         decode_slots=slots[:count],
         prefill_slots=slots[count:],
-        decode_runs=plan_runs(slots[:count], memory.gdn(layers[0]).ssm),
+        decode_runs=plan_runs(slots[:count], ssm),
         convolution=convolution,
         chunks=chunks,
     )

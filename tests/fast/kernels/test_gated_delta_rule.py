@@ -17,6 +17,7 @@ from servespec.fast.kernels.gated_delta_rule import (
 )
 
 U = 2.0**-24
+ELEMENTS = 4 * (8 + 6)
 
 
 class Rows:
@@ -150,7 +151,8 @@ def test_few_states_are_gathered():
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, 60.0])
 @pytest.mark.parametrize(("key_heads", "value_heads"), [(2, 2), (1, 3)])
-def test_chunks_of_random_rows(key_heads, value_heads, decay):
+@pytest.mark.parametrize("elements", [ELEMENTS, 1200, 10**9])
+def test_chunks_of_random_rows(key_heads, value_heads, decay, elements):
     rng = np.random.default_rng(17)
     sizes = set()
     for seed in range(6):
@@ -158,8 +160,8 @@ def test_chunks_of_random_rows(key_heads, value_heads, decay):
         case = Rows(
             seed, lengths.tolist(), key_heads=key_heads, value_heads=value_heads, decay=decay
         )
-        plan = plan_chunks(case.starts)
-        sizes |= {rows.segments[0].tokens.shape[1] for rows in plan.classes}
+        plan = plan_chunks(case.starts, elements)
+        sizes |= {rows.segments[0].tokens.shape[1] for rows in plan.batches}
         out = chunk_gated_delta_rule(
             case.q, case.k, case.v, case.g, case.beta, case.states, case.slots, plan
         )
@@ -172,7 +174,14 @@ def test_strong_decay_never_overflows():
     case = Rows(0, [130], decay=0.0)
     case.g.fill_(-60.0)
     out = chunk_gated_delta_rule(
-        case.q, case.k, case.v, case.g, case.beta, case.states, case.slots, plan_chunks(case.starts)
+        case.q,
+        case.k,
+        case.v,
+        case.g,
+        case.beta,
+        case.states,
+        case.slots,
+        plan_chunks(case.starts, ELEMENTS),
     )
     case.check(out, case.conditioning())
 
@@ -182,7 +191,14 @@ def test_infinities_of_one_row_stay_there():
     part = slice(3, 73)
     case.v[part] = math.inf
     out = chunk_gated_delta_rule(
-        case.q, case.k, case.v, case.g, case.beta, case.states, case.slots, plan_chunks(case.starts)
+        case.q,
+        case.k,
+        case.v,
+        case.g,
+        case.beta,
+        case.states,
+        case.slots,
+        plan_chunks(case.starts, ELEMENTS),
     )
     assert bool(out[:3].isfinite().all())
     assert bool(out[73:].isfinite().all())
@@ -191,8 +207,8 @@ def test_infinities_of_one_row_stay_there():
 
 def test_the_work_of_short_rows_is_in_proportion_to_their_tokens():
     lengths = [1, 2, 3, 5, 9, 17, 33, 65, 700]
-    plan = plan_chunks(torch.tensor([0, *itertools.accumulate(lengths)]))
-    places = sum(s.tokens.numel() for rows in plan.classes for s in rows.segments)
+    plan = plan_chunks(torch.tensor([0, *itertools.accumulate(lengths)]), ELEMENTS)
+    places = sum(s.tokens.numel() for rows in plan.batches for s in rows.segments)
     # A row below 64 tokens is padded to a power of two, at least 4; others to multiples of 64.
     assert places == 4 + 4 + 4 + 8 + 16 + 32 + 64 + 128 + 704
 
