@@ -20,7 +20,7 @@ from servespec.fast.models.qwen3_5 import Qwen3_5
 from servespec.fast.progress import GenerationProgress
 from servespec.fast.sampling.greedy import greedy
 from servespec.fast.scheduling.admission import check_request
-from servespec.fast.scheduling.v1 import Scheduler
+from servespec.fast.scheduling.planner import make_planner
 from servespec.reference.contracts import (
     CacheConfig,
     ConfigError,
@@ -151,7 +151,7 @@ class Engine:
             torch_device,
             engine_config.scheduler.max_model_len,
         )
-        self._scheduler = Scheduler(engine_config.scheduler, engine_config.cache)
+        self._scheduler = make_planner(engine_config)
         self._batch = InputBatch(engine_config, torch_device)
         self._num_steps = 0
         self._num_generated = 0
@@ -318,7 +318,11 @@ class Engine:
             with GenerationProgress(requests, shown=progress) as shown:
                 while self.has_unfinished_requests():
                     record = self.step()
-                    if not record.scheduler_output.total_num_scheduled_tokens:
+                    plan = record.scheduler_output
+                    # Under V0 a step may do nothing but preempt or give a request up.
+                    if not (
+                        plan.total_num_scheduled_tokens or plan.preempted_req_ids or record.outputs
+                    ):
                         raise RequestError(
                             "generate: nothing can be scheduled any more: a request that may not"
                             " stop before min_tokens has reached max_model_len"

@@ -32,7 +32,6 @@ from servespec.reference.contracts import (
     EngineConfig,
     Request,
     RequestError,
-    RequestStatus,
     SamplingParams,
     SchedulerOutput,
     SchedulerSnapshot,
@@ -41,9 +40,9 @@ from servespec.reference.contracts import (
 )
 from servespec.reference.models.qwen3_5 import Qwen3_5, forward
 from servespec.reference.numerics.sampling import greedy
-from servespec.reference.scheduling import v1
+from servespec.reference.scheduling import planner
 from servespec.reference.scheduling.admission import check_request
-from servespec.reference.scheduling.state import SchedulerState
+from servespec.reference.scheduling.planner import PlannerState
 
 __all__ = [
     "EngineState",
@@ -65,7 +64,7 @@ class EngineState:
     ----------
     model : Qwen3_5
     config : EngineConfig
-    scheduler : SchedulerState
+    scheduler : PlannerState
     batch : InputBatch
     memory : Memory
     num_steps : int
@@ -74,7 +73,7 @@ class EngineState:
 
     model: Qwen3_5
     config: EngineConfig
-    scheduler: SchedulerState
+    scheduler: PlannerState
     batch: InputBatch
     memory: Memory
     num_steps: int = 0
@@ -112,7 +111,7 @@ def initial_state(model: Qwen3_5, config: EngineConfig) -> EngineState:
     return EngineState(
         model=model,
         config=config,
-        scheduler=v1.initial_state(config.scheduler, config.cache),
+        scheduler=planner.initial_state(config),
         batch=empty_batch(),
         memory=initial_memory(
             config.cache.groups, config.cache.block_size, config.cache.kernel_block_size
@@ -148,7 +147,7 @@ def add_request(state: EngineState, request: Request) -> EngineState:
             f" vocab_size = {state.model.config.vocab_size}"
         )
     check_request(request, state.config.scheduler, state.config.cache)
-    return replace(state, scheduler=v1.add_request(state.scheduler, request))
+    return replace(state, scheduler=planner.add_request(state.scheduler, request))
 
 
 def step(
@@ -169,7 +168,7 @@ def step(
     record : StepRecord
         Names the engine's own choice of tokens, forced or not.
     """
-    scheduler, output = v1.schedule(state.scheduler)
+    scheduler, output = planner.schedule(state.scheduler)
     memory = copy_blocks(
         zero_blocks(state.memory, output.new_block_ids_to_zero), output.kv_cache_block_copies
     )
@@ -188,7 +187,7 @@ def step(
     else:
         batch = update_states(state.batch, output)
     kept = {req_id: (forced_token_ids or {}).get(req_id, own) for req_id, own in sampled.items()}
-    scheduler, outputs = v1.update_from_output(scheduler, output, _for_all(output, kept))
+    scheduler, outputs = planner.update_from_output(scheduler, output, _for_all(output, kept))
     after = replace(
         state,
         scheduler=scheduler,
@@ -249,18 +248,18 @@ def abort_requests(state: EngineState, request_ids: Sequence[str]) -> EngineStat
     """
     return replace(
         state,
-        scheduler=v1.finish_requests(state.scheduler, request_ids, RequestStatus.FINISHED_ABORTED),
+        scheduler=planner.abort_requests(state.scheduler, request_ids),
     )
 
 
 def has_unfinished_requests(state: EngineState) -> bool:
     """Whether any request still waits or runs."""
-    return v1.has_unfinished_requests(state.scheduler)
+    return planner.has_unfinished_requests(state.scheduler)
 
 
 def snapshot(state: EngineState) -> SchedulerSnapshot:
     """Return the scheduler's state as far as checks compare it."""
-    return v1.snapshot(state.scheduler)
+    return planner.snapshot(state.scheduler)
 
 
 def generate(
@@ -299,7 +298,10 @@ def generate(
         tokens[request.request_id] = ()
     while has_unfinished_requests(state):
         state, record = step(state)
-        if record.batch is None:
+        # Under V0 a step may do nothing but preempt or give a request up.
+        if record.batch is None and not (
+            record.outputs or record.scheduler_output.preempted_req_ids
+        ):
             raise RequestError(
                 "nothing can be scheduled any more: a request that may not stop before min_tokens"
                 " has reached max_model_len"

@@ -90,6 +90,11 @@ class Scheduler:
         """Tell whether any group is queued."""
         return bool(self._groups)
 
+    @property
+    def running(self) -> dict[str, Group]:
+        """The running groups by request id."""
+        return {group.request_id: group for group in self._running}
+
     def schedule(self, now: float = 0.0) -> V0SchedulerOutput:
         """Plan one step.
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from servespec.reference.contracts.errors import ConfigError, require
 from servespec.reference.contracts.graph import GraphConfig
+from servespec.reference.contracts.v0 import V0EngineConfig
 
 __all__ = [
     "CacheConfig",
@@ -563,6 +564,9 @@ class EngineConfig:
         Whether the record of a step holds the logits of the sampled rows.
     graph : GraphConfig or None
         Captured graphs that steps are padded for; None pads nothing.
+    v0 : V0EngineConfig or None
+        Plans steps by the legacy V0 scheduler; `scheduler` and `cache` then only size the batch
+        and the pool. `v0_engine_config` makes one.
     """
 
     scheduler: SchedulerConfig
@@ -570,8 +574,11 @@ class EngineConfig:
     speculative: SpeculativeConfig | None = None
     keep_logits: bool = False
     graph: GraphConfig | None = None
+    v0: V0EngineConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.v0 is not None:
+            self.v0.require_fit(self)
         if self.graph is not None and self.graph.has_decode_routine and self.speculative:
             query_len = 1 + self.speculative.num_speculative_tokens
             require(

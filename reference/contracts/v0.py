@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from servespec.reference.contracts.errors import require
 from servespec.reference.contracts.request import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from servespec.reference.contracts.config import EngineConfig
 
 __all__ = [
     "AllocStatus",
@@ -28,6 +31,7 @@ __all__ = [
     "SequenceSnapshot",
     "SequenceStatus",
     "V0CacheConfig",
+    "V0EngineConfig",
     "V0SchedulerConfig",
     "V0SchedulerOutput",
     "V0SchedulingError",
@@ -250,6 +254,75 @@ class V0CacheConfig:
     def watermark_blocks(self) -> int:
         """GPU blocks kept free, rounded down."""
         return int(self.watermark * self.num_gpu_blocks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class V0EngineConfig:
+    """How an engine plans its steps by V0 in place of V1.
+
+    V0 knows one kind of block and two pools, an engine several groups of layers and one pool. So
+    every group has a region of the engine's pool with a page for each V0 block, GPU blocks first,
+    and moving a V0 block moves the pages of all groups. The state of a GDN layer sits in the page
+    of its sequence's first block, which no other sequence holds.
+
+    Attributes
+    ----------
+    scheduler : V0SchedulerConfig
+        Without delay and lookahead slots: an engine has neither a clock nor a drafter.
+    cache : V0CacheConfig
+    """
+
+    scheduler: V0SchedulerConfig
+    cache: V0CacheConfig
+
+    def __post_init__(self) -> None:
+        name = "V0EngineConfig.scheduler"
+        factor, slots = self.scheduler.delay_factor, self.scheduler.num_lookahead_slots
+        require(factor == 0, f"{name}.delay_factor", factor, "0: an engine has no clock")
+        require(slots == 0, f"{name}.num_lookahead_slots", slots, "0: there is no drafter")
+
+    def require_fit(self, config: EngineConfig) -> None:
+        """Refuse an engine whose batch or pool is too small, or that wants what V0 does not know.
+
+        Raises
+        ------
+        ConfigError
+        """
+        scheduler, cache = config.scheduler, config.cache
+        for field_name in ("max_num_seqs", "max_num_batched_tokens"):
+            own, wanted = getattr(scheduler, field_name), getattr(self.scheduler, field_name)
+            require(own >= wanted, f"SchedulerConfig.{field_name}", own, f"at least V0's {wanted}")
+        # V0 ends a sequence once it is longer than max_model_len, so it may be one token longer.
+        longest = self.scheduler.max_model_len + 1
+        own = scheduler.max_model_len
+        require(own >= longest, "SchedulerConfig.max_model_len", own, f"at least {longest} for V0")
+        own, wanted = cache.block_size, self.cache.block_size
+        require(own == wanted, "CacheConfig.block_size", own, f"V0's {wanted}")
+        own, wanted = cache.num_gpu_blocks, self.num_blocks(len(cache.groups))
+        require(own >= wanted, "CacheConfig.num_gpu_blocks", own, f"at least {wanted} for V0")
+        caching = cache.enable_prefix_caching
+        require(not caching, "CacheConfig.enable_prefix_caching", caching, "False with V0")
+        mode = cache.mamba_cache_mode
+        require(mode == "none", "CacheConfig.mamba_cache_mode", mode, "'none' with V0")
+        speculative = config.speculative
+        require(speculative is None, "EngineConfig.speculative", speculative, "None with V0")
+
+    @property
+    def region_size(self) -> int:
+        """Pages of one group."""
+        return self.cache.num_gpu_blocks + self.cache.num_cpu_blocks
+
+    def num_blocks(self, num_groups: int) -> int:
+        """Return the blocks an engine's pool needs, the null block included."""
+        return 1 + num_groups * self.region_size
+
+    def gpu_block(self, group: int, block: int) -> int:
+        """Return the page of a GPU block in a group's region."""
+        return 1 + group * self.region_size + block
+
+    def cpu_block(self, group: int, block: int) -> int:
+        """Return the page of a CPU block in a group's region."""
+        return self.gpu_block(group, self.cache.num_gpu_blocks + block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
