@@ -219,10 +219,10 @@ class BlockPool:
         blocks = self._blocks_of.get(key)
         return next(iter(blocks)) if blocks else None
 
-    def is_hashed(self, blocks: IntArray) -> npt.NDArray[np.bool_]:
-        """Return which blocks have a key, in the shape of `blocks`."""
+    def goes_to_tail(self, blocks: IntArray) -> npt.NDArray[np.bool_]:
+        """Return which blocks would be freed to the tail of the queue, in the shape of `blocks`."""
         hashed: npt.NDArray[np.bool_] = self._hashed[blocks]
-        return hashed
+        return hashed if self.enable_caching else np.ones(blocks.shape, dtype=np.bool_)
 
     def key(self, block: int) -> bytes | None:
         """Return the primary key of a block."""

@@ -203,7 +203,7 @@ class KVCache:
         reserve_full : bool
             Whether an admission needs room for all known tokens.
         others_run : bool
-            Whether other requests run: only then the watermark is kept.
+            For an admission, whether other requests run: only then the watermark is kept.
 
         Returns
         -------
@@ -215,7 +215,7 @@ class KVCache:
         num_tokens = int(requests.num_tokens[slot])
         num_hit = int(requests.num_computed[slot]) + (hit.num_tokens if hit else 0)
         start = min(num_hit, limit)
-        headroom = self._watermark if admission and others_run else 0
+        headroom = self._watermark if others_run else 0
         hits: Sequence[Sequence[int]] = hit.blocks if hit else self._no_blocks
         if reserve_full:
             full = min(num_tokens, limit)

@@ -4,7 +4,7 @@ A running request that decodes needs at most one block of each group in a step a
 most two states of each GDN group. Where that is all, requests can be served together: blocks are
 taken from the head of the free queue in one go and laid out as if the requests had come one after
 the other. Nothing given up may be taken again in the same go, which holds as long as it goes to
-the tail (it has a hash) and the queue is long enough.
+the tail and the queue is long enough.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ class Together:
                 self.simple &= simple
             pool = cache.pool
             blocks = self._given_up
-            # Without a hash a block goes to the head, from where it would be taken again.
-            fit = (blocks == NULL_BLOCK) | (pool.is_hashed(blocks) & (pool.ref_counts[blocks] == 1))
+            # A block freed to the head would be taken again at once; one with other holders stays.
+            alone = pool.goes_to_tail(blocks) & (pool.ref_counts[blocks] == 1)
+            fit = alone | (blocks == NULL_BLOCK)
             self.simple &= fit.all(axis=1)
 
     def serve(self, first: int, last: int) -> IntArray | None:

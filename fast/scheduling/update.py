@@ -180,7 +180,6 @@ def _settle(
     if state.config.async_scheduling and cache.hashing:
         final = requests.num_computed[slots] - requests.num_placeholders[slots]
         due = (counts > 0) & ((final >= cache.cache_at[slots]) | cache.fine)
-        due &= requests.status[slots] == RequestStatus.RUNNING
         touched.update(np.flatnonzero(due).tolist())
     if not touched:
         return

@@ -451,6 +451,15 @@ class TestAlignedChunks:
         scheduler.add_request(request("a", 10))
         assert [step(scheduler).num_scheduled_tokens["a"] for _ in range(4)] == [4, 4, 2, 1]
 
+    @pytest.mark.parametrize(("method", "expected"), [("draft_model", [8, 2]), ("mtp", [4, 6])])
+    def test_the_last_state_kept_is_one_a_hit_can_use(
+        self, method: str, expected: list[int]
+    ) -> None:
+        """A drafter that reads hidden states costs a hit its last attention block (4 tokens)."""
+        scheduler = make(caching=True, groups=HYBRID, drafts=1, method=method)
+        scheduler.add_request(request("a", 10))
+        assert [step(scheduler).num_scheduled_tokens["a"] for _ in range(2)] == expected
+
     @pytest.mark.parametrize(("quirk", "expected"), [(True, [0, 0, 0]), (False, [3, 1, 3])])
     def test_a_budget_below_a_block(self, quirk: bool, expected: list[int]) -> None:
         """vllm-project/vllm#45414: three decodes leave 3 of 6 tokens, less than a block."""
@@ -731,6 +740,17 @@ class TestAsync:
         assert scheduler.update_from_output(plan, {"a": (5,)}) == ()
         (output,) = scheduler.update_from_output(again, {"a": (5,)})
         assert output.new_token_ids == (5,)
+
+    def test_two_resets_do_not_count_a_step_in_flight_twice(self) -> None:
+        scheduler = make(caching=True, async_scheduling=True)
+        scheduler.add_request(request("a", 7, 20))
+        plans = []
+        for _ in range(2):
+            plans.append(scheduler.schedule())
+            assert scheduler.reset_prefix_cache(reset_running_requests=True)
+        plans.append(scheduler.schedule())
+        outputs = [scheduler.update_from_output(plan, {"a": (5,)}) for plan in plans]
+        assert [len(output) for output in outputs] == [0, 0, 1]
 
     @pytest.mark.parametrize(("quirk", "expected"), [(False, {}), (True, {"a": -1})])
     def test_a_request_at_the_longest_length(self, quirk: bool, expected: dict[str, int]) -> None:
