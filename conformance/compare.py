@@ -9,10 +9,11 @@ import reprlib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.verdicts import DivergedError, Divergence
-from servespec.reference.contracts import BatchRecord
+from servespec.reference.contracts import BatchRecord, SchedulerOutput
 
 __all__ = ["Difference", "expect_equal", "first_difference", "shown"]
 
@@ -102,11 +103,11 @@ def first_difference(
         kind = numbers.Integral if isinstance(expected, int) else numbers.Real
         _require_type(got, kind, path)
         return None if expected == got else Difference(path, shown(expected), shown(got))
-    if dataclasses.is_dataclass(expected):
+    if dataclasses.is_dataclass(expected) and not isinstance(expected, type):
         _require_type(got, type(expected), path)
-        for entry in dataclasses.fields(expected):
-            a, b = getattr(expected, entry.name), getattr(got, entry.name)
-            if (found := first_difference(a, b, (*path, entry.name))) is not None:
+        for name in _fields(type(expected)):
+            a, b = getattr(expected, name), getattr(got, name)
+            if (found := first_difference(a, b, (*path, name))) is not None:
                 return found
         return None
     if isinstance(expected, Mapping):
@@ -118,6 +119,16 @@ def first_difference(
     if isinstance(expected, Sequence):
         return _sequence_difference(expected, got, path)
     raise TypeError(f"cannot compare a {type(expected).__name__}")
+
+
+@cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """Return a dataclass's fields, causes before what follows from them."""
+    names = [entry.name for entry in dataclasses.fields(kind)]
+    if kind is SchedulerOutput:
+        # Blocks follow from how many tokens they are for.
+        names.sort(key=lambda name: name != "num_scheduled_tokens")
+    return tuple(names)
 
 
 def _mapping_difference(

@@ -19,6 +19,7 @@ from servespec.conformance.adapters.loading import LoadingError
 from servespec.conformance.cases import files
 from servespec.conformance.cases.case import SPEC_VERSION, Case, CaseFile
 from servespec.conformance.cases.shrink import shrink
+from servespec.conformance.checks.bounds import TIE_SHARES
 from servespec.conformance.checks.registry import SUITES, suite
 from servespec.conformance.checks.suite import Profile, Suite
 from servespec.conformance.pool import WorkerPool, default_jobs
@@ -29,10 +30,6 @@ __all__ = ["Listener", "Options", "draw_cases", "run"]
 
 MAX_FAILURES = 3
 """Failing cases after which a suite ends: more would seldom tell more."""
-
-MAX_TIES = 1e-4
-"""Largest share of float32 tokens that may tie. A tie needs a margin below the rounding error,
-some 1e-6 of the spread of the logits, so even this many point at lost precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +259,9 @@ def _write(path: Path, case: Case, result: CaseResult, options: Options) -> None
 def _shortcomings(suite: Suite, sums: SuiteReport, count: int) -> list[Failure]:
     """Return what is wrong with a run in which no case failed."""
     found = []
-    if sums.ties > MAX_TIES * sums.tokens:
-        found.append(("ties", f"at most {MAX_TIES * sums.tokens:.0f}", str(sums.ties)))
+    most_ties = TIE_SHARES[suite.dtype] * sums.tokens
+    if sums.ties > most_ties:
+        found.append(("ties", f"at most {most_ties:.0f}", str(sums.ties)))
     if count >= suite.sizes["quick"]:
         found += [
             (f"counts.{name}", "at least 1", "0")

@@ -33,5 +33,5 @@ def test_an_example_runs(number: int) -> None:
 def test_suites_factories_and_commands_are_named() -> None:
     for name in (*SUITES, *FACTORIES):
         assert f"`{name}" in README
-    commands = set(re.findall(r"servespec (?:\n)?(check|replay|\w+)\b", README))
-    assert set(main.commands) - {"implementations"} <= commands
+    for name in main.commands:
+        assert f"servespec {name}" in " ".join(README.split())

@@ -34,7 +34,7 @@ from servespec.conformance.workloads.engine import engine_cases
 from servespec.conformance.workloads.workload import WorkloadStep
 from servespec.reference.contracts import ModelConfig, StepRecord
 
-__all__ = ["SUITE", "apply_events", "check", "checked_record", "engine_pair"]
+__all__ = ["BFLOAT16_SUITE", "SUITE", "apply_events", "check", "checked_record", "engine_pair"]
 
 _NO_EVENTS = WorkloadStep()
 _PATIENCE = 4
@@ -251,4 +251,15 @@ SUITE = Suite(
         "ChunkedPrefill",
         "PrefillCacheHit",
     ),
+)
+
+BFLOAT16_SUITE = Suite(
+    name="engine-bfloat16",
+    summary="the same with an implementation that computes in bfloat16",
+    needs="make_engine",
+    cases=lambda: engine_cases("engine-bfloat16", dtype="bfloat16"),
+    check=check,
+    sizes={"quick": 25, "standard": 300, "full": 3000},
+    must_reach=("preemptions", "split_prompts", "mixed_batches"),
+    dtype="bfloat16",
 )

@@ -16,8 +16,17 @@ from servespec.conformance.checks.suite import Suite
 __all__ = ["SUITES", "UnknownSuiteError", "suite"]
 
 SUITES: dict[str, Suite] = {
-    module.SUITE.name: module.SUITE
-    for module in (scheduling, scheduling_v0, cache, batch, model, engine, invariance)
+    each.name: each
+    for each in (
+        scheduling.SUITE,
+        scheduling_v0.SUITE,
+        cache.SUITE,
+        batch.SUITE,
+        model.SUITE,
+        engine.SUITE,
+        engine.BFLOAT16_SUITE,
+        invariance.SUITE,
+    )
 }
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from hypothesis.strategies import SearchStrategy
 
-from servespec.conformance.cases.case import Case
+from servespec.conformance.cases.case import Case, Dtype
 from servespec.conformance.verdicts import Check
 
 __all__ = ["PROFILES", "Factory", "Profile", "Suite"]
@@ -40,6 +40,8 @@ class Suite:
     must_reach : tuple of str
         Counts that a run of the quick profile's size must have seen at least once: a suite that
         never preempted has not tested preemption.
+    dtype : {"float32", "bfloat16"}
+        What implementations compute in; decides how many ties are too many.
     """
 
     name: str
@@ -49,3 +51,4 @@ class Suite:
     check: Check
     sizes: Mapping[Profile, int]
     must_reach: tuple[str, ...]
+    dtype: Dtype = "float32"

@@ -52,7 +52,7 @@ def test_a_planted_fault_is_found_shrunk_and_replayed(
 ) -> None:
     result = servespec(
         "check", "--suite", "engine", "--impl", f"{FAULTS}:{fault}", "--jobs", 1,
-        "--cases", 60, "--shrink-seconds", 8, "--json", "report.json", "--junit", "report.xml",
+        "--cases", 60, "--shrink-seconds", 6, "--json", "report.json", "--junit", "report.xml",
     )  # fmt: skip
     assert result.exit_code == 1, result.output
     assert "does not agree" in result.stdout
@@ -80,8 +80,8 @@ def test_a_planted_fault_is_found_shrunk_and_replayed(
 
     again = servespec("replay", first["case_file"])
     assert again.exit_code == 1, again.output
-    assert first["field"] in again.stdout
-    assert first["expected"] in again.stdout
+    # Not which logit is worst: what a stale slot holds differs from run to run.
+    assert f"step {first['step']}, request {first['request']}, {place}" in again.stdout
     # What the fault breaks, the fast path has right.
     mended = servespec("replay", first["case_file"], "--impl", "fast")
     assert mended.exit_code == 0, mended.output
@@ -119,14 +119,15 @@ def test_a_run_that_agrees_says_so_in_every_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "text"),
-    [("hangs", "gave no answer within 4 seconds"), ("dies", "ended with exit status 7")],
+    [("hangs", "gave no answer within 2 seconds"), ("dies", "ended with exit status 7")],
 )
 def test_an_implementation_that_stops_answering_ends_no_run(
     fault: str, text: str, tmp_path: Path
 ) -> None:
     result = servespec(
         "check", "--suite", "engine", "--impl", f"{FAULTS}:{fault}", "--jobs", 1, "--cases", 2,
-        "--shrink-seconds", 0, "--time-limit", 4, "--json", "report.json",
+        "--shrink-seconds", 0, "--time-limit", 2 if fault == "hangs" else 60,
+        "--json", "report.json",
     )  # fmt: skip
     assert result.exit_code == 1, result.output
     assert text in result.stderr

@@ -77,6 +77,12 @@ def test_order_counts_where_it_is_a_decision() -> None:
     assert difference(plan("a", "b"), plan("b", "a")) is not None
 
 
+def test_of_a_plan_the_token_counts_come_first() -> None:
+    got = SchedulerOutput(num_common_prefix_blocks=(1,), num_scheduled_tokens={"a": 2})
+    wanted = SchedulerOutput(num_scheduled_tokens={"a": 3})
+    assert difference(wanted, got) == "num_scheduled_tokens['a']: 3 / 2"
+
+
 def test_order_does_not_count_in_a_snapshot() -> None:
     def state(*names: str) -> SchedulerSnapshot:
         counts = dict.fromkeys(names, 1)
