@@ -94,8 +94,6 @@ def get_new_blocks(pool: BlockPool, count: int) -> tuple[BlockPool, tuple[int, .
     A block that is given out loses its hashes: this is the eviction of the prefix cache. The
     caller has made sure that enough blocks are free.
     """
-    if count == 0:
-        return pool, ()
     taken = pool.free[:count]
     ref_counts = list(pool.ref_counts)
     for block in taken:
@@ -212,10 +210,8 @@ def remove_hashes(pool: BlockPool, blocks: Iterable[int]) -> BlockPool:
 
 
 def move_hashes(pool: BlockPool, source: int, target: int) -> BlockPool:
-    """Let the keys of `source` lead to `target`, a block without hash, instead."""
-    known = pool.hashes.get(source)
-    if known is None:
-        return pool
+    """Let the keys of `source`, a cached block, lead to `target`, one without hash, instead."""
+    known = pool.hashes[source]
     pool = remove_hashes(pool, (source,))
     return register_hashes(pool, ((target, key, known.num_tokens) for key in known.keys))
 

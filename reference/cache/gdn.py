@@ -127,33 +127,29 @@ def allocate(
     if partial is not None:
         count = max(count, 0) + 1
     pool, new = get_new_blocks(pool, count)
-    reported = (*blocks[length:], *new)
-    copy = republished = None
     held = GroupBlocks(tuple(blocks), held.num_cached_blocks, partial, True, last_state)
+    redirected: tuple[int, ...] = ()
+    copy = republished = None
     if partial is not None:
         target, new = new[0], new[1:]
-        reported = (*blocks[length:], *new)
         if running:
             pool, copy, republished = _preserve(pool, partial.block, target)
             held = replace(held, partial_hit=None)
         else:
             pool, held, copy = redirect(pool, held, target)
-            reported = (target, *reported)
+            redirected = (target,)
     held = replace(held, blocks=held.blocks + new)
+    reported = (*redirected, *blocks[length:], *new)
     return Allocation(pool, held, reported, (), copy, republished)
 
 
-def _preserve(pool: BlockPool, source: int, target: int) -> tuple[BlockPool, Copy, HashKey | None]:
+def _preserve(pool: BlockPool, source: int, target: int) -> tuple[BlockPool, Copy, HashKey]:
     """Move a block's keys to `target`, which gets its content; both stay held for the step."""
     pool = move_hashes(pool, source, target)
     ref_counts = list(pool.ref_counts)
     ref_counts[source] += 1
-    known = pool.hashes.get(target)
-    return (
-        replace(pool, ref_counts=tuple(ref_counts)),
-        Copy(source, target),
-        None if known is None else known.keys[0],
-    )
+    pool = replace(pool, ref_counts=tuple(ref_counts))
+    return pool, Copy(source, target), pool.hashes[target].keys[0]
 
 
 def remove_skipped(

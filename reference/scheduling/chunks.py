@@ -17,8 +17,8 @@ __all__ = ["aligned_split", "is_beyond_max_tokens", "running_chunk", "under_thre
 def is_beyond_max_tokens(request: RequestState) -> bool:
     """Whether the steps in flight reach `max_tokens` even if all their drafts are rejected.
 
-    C counts the placeholders H, one of which is a token that will come for certain; without the
-    others, and with the token a further step would add, the length is C + 2 - H.
+    Of the H placeholders one is a token that is sure to come, while the others may be drafts: so
+    C - (H - 1) tokens are computed for certain, and the length will be one more.
     """
     placeholders = request.num_output_placeholders
     return placeholders > 0 and (
