@@ -65,8 +65,7 @@ def check_request(
                 # A step that crosses a boundary reads one state and writes another, and the state
                 # before is kept for the step that is still in flight.
                 needed += 2 if scheduler_config.async_scheduling else 1
-            # The copy of a partly filled state block counts as two.
-            needed += 2 * copies
+            needed += copies
     available = cache_config.num_gpu_blocks - 1
     if needed > available:
         raise CacheTooSmallError(
