@@ -103,7 +103,7 @@ class Driver:
 
 @pytest.fixture
 def driver():
-    """Make a scheduler: ``driver(budget, num_blocks, groups=..., cache fields..., other fields)``."""
+    """Make a scheduler from fields of its configurations."""
 
     def make(
         budget=16,

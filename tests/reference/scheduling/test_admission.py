@@ -43,7 +43,7 @@ def test_a_prompt_leaves_room_for_a_token():
 def test_a_request_fits_the_pool_exactly():
     scheduler = SchedulerConfig(max_model_len=64)
     check_request(request(9, 3), scheduler, cache(num_blocks=4))
-    with pytest.raises(CacheTooSmallError, match="up to 4 blocks.*must be at most 3"):
+    with pytest.raises(CacheTooSmallError, match=r"up to 4 blocks.*must be at most 3"):
         check_request(request(9, 4), scheduler, cache(num_blocks=4))
 
 
