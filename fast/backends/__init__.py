@@ -1,0 +1,1 @@
+"""How a kernel runs: on an NPU, on CUDA, compiled on a CPU, or interpreted."""
