@@ -79,8 +79,8 @@ def test_a_step_in_flight_keeps_a_state() -> None:
 
 def test_copies_of_fine_hits_count() -> None:
     fine = dataclasses.replace(
-        cache(9, GDN, ATTENTION, mode="align"), enable_prefix_caching=True, prefix_match_unit=2
+        cache(8, GDN, ATTENTION, mode="align"), enable_prefix_caching=True, prefix_match_unit=2
     )
-    with pytest.raises(CacheTooSmallError, match="16 tokens need 9 blocks"):
+    with pytest.raises(CacheTooSmallError, match="16 tokens need 8 blocks"):
         check_request(request(9, 7), SCHEDULER, fine)
-    check_request(request(9, 7), SCHEDULER, dataclasses.replace(fine, num_gpu_blocks=10))
+    check_request(request(9, 7), SCHEDULER, dataclasses.replace(fine, num_gpu_blocks=9))
