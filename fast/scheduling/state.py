@@ -9,6 +9,7 @@ import numpy as np
 
 from servespec.fast.cache.block_pool import IntArray
 from servespec.fast.cache.coordinator import KVCache
+from servespec.fast.scheduling.hooks import Hooks
 from servespec.fast.scheduling.queues import FcfsQueue, PriorityQueue, WaitingQueue
 from servespec.fast.scheduling.requests import RequestTable
 from servespec.reference.contracts import (
@@ -118,10 +119,12 @@ class State:
     scheduler : SchedulerConfig
     cache : CacheConfig
     speculative : SpeculativeConfig or None
+    hooks : Hooks
 
     Attributes
     ----------
     config : SchedulerConfig
+    hooks : Hooks
     num_spec_tokens : int
         Most drafts of a request in a step.
     requests : RequestTable
@@ -145,8 +148,10 @@ class State:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         speculative: SpeculativeConfig | None,
+        hooks: Hooks,
     ) -> None:
         self.config = scheduler
+        self.hooks = hooks
         self.num_spec_tokens = speculative.num_speculative_tokens if speculative else 0
         self.use_eagle = speculative is not None and speculative.use_eagle
         self.requests = RequestTable(
@@ -193,7 +198,9 @@ class State:
 
     def release(self, slot: int) -> None:
         """Forget a finished request that is in no queue any more or about to leave it."""
-        self.finished_ids.add(self.requests.request(slot).request_id)
+        request = self.requests.request(slot)
+        self.finished_ids.add(request.request_id)
+        self.hooks.on_finished(request)
         self.cache.free(slot)
         self.cache.remove(slot)
         self.requests.remove(slot)

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from servespec.fast.cache.block_pool import IntArray
+from servespec.fast.scheduling.hooks import Hooks
 from servespec.fast.scheduling.plan import Plan, Schedule
 from servespec.fast.scheduling.running import schedule_running
 from servespec.fast.scheduling.state import State
@@ -43,6 +44,8 @@ class Scheduler:
     scheduler_config : SchedulerConfig
     cache_config : CacheConfig
     speculative_config : SpeculativeConfig or None
+    hooks : Hooks or None
+        Parts beyond this package that take part; None for none.
     """
 
     def __init__(
@@ -50,8 +53,9 @@ class Scheduler:
         scheduler_config: SchedulerConfig,
         cache_config: CacheConfig,
         speculative_config: SpeculativeConfig | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
-        self._state = State(scheduler_config, cache_config, speculative_config)
+        self._state = State(scheduler_config, cache_config, speculative_config, hooks or Hooks())
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -145,11 +149,15 @@ class Scheduler:
 
     def update_draft_token_ids(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Take in draft tokens for the next step; a prefill gets none."""
-        requests = self._state.requests
+        requests, hooks = self._state.requests, self._state.hooks
         for request_id, token_ids in drafts.items():
             slot = requests.slot_of.get(request_id)
-            if slot is not None:
-                requests.set_drafts(slot, () if requests.is_chunk[slot] else tuple(token_ids))
+            if slot is None:
+                continue
+            kept: tuple[int, ...] = ()
+            if not requests.is_chunk[slot]:
+                kept = hooks.valid_drafts(requests.request(slot), tuple(token_ids))
+            requests.set_drafts(slot, kept)
 
     def finish_requests(self, request_ids: Sequence[str], status: RequestStatus) -> None:
         """End requests from outside; ids that are not alive are ignored.

@@ -33,8 +33,9 @@ def schedule_waiting(state: State, plan: Plan, *, defer_prefills: bool) -> None:
         and (queue := _next_queue(state)) is not None
     ):
         slot = queue.peek()
-        if requests.num_stale[slot] > 0 and not requests.drop_stale[slot]:
-            # A token still on its way would be sampled a second time.
+        # A token still on its way would be sampled a second time.
+        awaits_output = requests.num_stale[slot] > 0 and not requests.drop_stale[slot]
+        if awaits_output or not state.hooks.may_start(requests.request(slot)):
             queue.pop()
             passed_over.prepend(slot)
             continue
