@@ -319,10 +319,8 @@ class Engine:
                 while self.has_unfinished_requests():
                     record = self.step()
                     plan = record.scheduler_output
-                    # Under V0 a step may do nothing but preempt or give a request up.
-                    if not (
-                        plan.total_num_scheduled_tokens or plan.preempted_req_ids or record.outputs
-                    ):
+                    # Under V0 a step may do nothing but preempt.
+                    if not (plan.total_num_scheduled_tokens or plan.preempted_req_ids):
                         raise RequestError(
                             "generate: nothing can be scheduled any more: a request that may not"
                             " stop before min_tokens has reached max_model_len"

@@ -298,10 +298,8 @@ def generate(
         tokens[request.request_id] = ()
     while has_unfinished_requests(state):
         state, record = step(state)
-        # Under V0 a step may do nothing but preempt or give a request up.
-        if record.batch is None and not (
-            record.outputs or record.scheduler_output.preempted_req_ids
-        ):
+        # Under V0 a step may do nothing but preempt.
+        if record.batch is None and not record.scheduler_output.preempted_req_ids:
             raise RequestError(
                 "nothing can be scheduled any more: a request that may not stop before min_tokens"
                 " has reached max_model_len"

@@ -187,6 +187,10 @@ def test_a_request_that_v0_cannot_serve_is_refused(make):
     engine.add_request(fits)  # 20 tokens in 5 blocks, and a free one
     with pytest.raises(CacheTooSmallError, match=r"'b'.*7 GPU blocks.*at most 6"):
         engine.add_request(replace(fits, request_id="b", prompt_token_ids=(1,) * 17))
+    late = SamplingParams(max_tokens=6, min_tokens=6)
+    endless = Request(request_id="d", prompt_token_ids=(1,) * 36, sampling_params=late)
+    with pytest.raises(RequestError, match="min_tokens is 6: must be at most 5"):
+        engine.add_request(endless)
     detection = RepetitionDetection(max_pattern_size=2)
     with pytest.raises(RequestError, match="repetition_detection"):
         engine.add_request(

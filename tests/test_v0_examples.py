@@ -651,6 +651,18 @@ class TestOddities:
         assert run.step().finished_request_ids == ("ended",)
         assert run.step().finished_request_ids == ()
 
+    def test_a_group_aborted_between_plan_and_samples_is_passed_over(self, runner):
+        run = runner(default(), blocks(10))
+        run.add("a", 2)
+        run.add("b", 2)
+        output = run.plan()
+        run.scheduler.abort_seq_group(("a",))
+        sample = SequenceSample(parent_seq_id=1, token_id=4)
+        (result,) = run.scheduler.update_from_output(output, {"b": (sample,)})
+        assert (result.request_id, result.finished) == ("b", False)
+        assert run.state.running == ("b",)
+        assert len(run.state.free_gpu_blocks) == 9
+
     def test_a_sequence_may_be_one_token_longer_than_max_model_len(self, runner):
         run = runner(default(16, 4, 10), blocks(40))
         run.add("a", 9)

@@ -39,9 +39,7 @@ class Pool:
         self.holders = [0] * len(stack)
 
     def take(self, count: int, holders: int = 1) -> list[int]:
-        """Take blocks, of which the caller knows that they are there."""
-        if count == 0:
-            return []
+        """Take at least one block, of which the caller knows that they are there."""
         blocks = self.stack[: -count - 1 : -1]
         del self.stack[-count:]
         for block in blocks:

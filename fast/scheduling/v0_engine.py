@@ -94,7 +94,8 @@ class V0EngineScheduler:
         DuplicateRequestError
             A live request has this id.
         RequestError
-            It asks for a stop by repetition, which V0 does not know.
+            It asks for a stop by repetition, which V0 does not know, or may not stop where
+            ``max_model_len`` ends it.
         CacheTooSmallError
             At its longest it does not fit the GPU blocks beside a free one and the watermark.
         """
@@ -104,10 +105,15 @@ class V0EngineScheduler:
                 f"Request({request.request_id!r}).sampling_params.repetition_detection is set:"
                 " must be None with V0"
             )
-        cache = self._v0.cache
+        cache, limit = self._v0.cache, self._v0.scheduler.max_model_len
+        if request.num_prompt_tokens + params.min_tokens > limit + 1:
+            raise RequestError(
+                f"Request({request.request_id!r}).sampling_params.min_tokens is"
+                f" {params.min_tokens}: must be at most {limit + 1 - request.num_prompt_tokens}"
+                " with V0, which ends it there"
+            )
         tokens = request.num_prompt_tokens + params.max_tokens
-        tokens = min(tokens, self._v0.scheduler.max_model_len)
-        needed = -(-tokens // cache.block_size) + 1 + cache.watermark_blocks
+        needed = -(-min(tokens, limit) // cache.block_size) + 1 + cache.watermark_blocks
         if needed > cache.num_gpu_blocks:
             raise CacheTooSmallError(
                 f"Request({request.request_id!r}) needs {needed} GPU blocks under V0: must be at"
@@ -141,7 +147,6 @@ class V0EngineScheduler:
         ]
         for name in fallen:
             self._live[name].table = None
-        fallen = [name for name in fallen if name not in plan.ignored_request_ids]
         for name, group in groups.items():
             # A prefill that a preemption reset starts again from its first token.
             self._live[name].computed = running[name].seqs[0].computed
@@ -173,8 +178,6 @@ class V0EngineScheduler:
             live.in_last_step = name in tables
             if live.in_last_step:
                 live.known, live.table = True, tables[name]
-        for name in plan.ignored_request_ids:
-            self._end(name)
         return V0Schedule(plan, output)
 
     def _cached(self, tables: Mapping[str, tuple[int, ...]]) -> CachedRequestData:
@@ -234,12 +237,7 @@ class V0EngineScheduler:
             if group.do_sample
         }
         results = self._scheduler.update_from_output(schedule.plan, samples)
-        outputs = [self._given(result) for result in results if result.outputs]
-        outputs += [
-            EngineCoreOutput(request_id=name, new_token_ids=(), finish_reason=FinishReason.LENGTH)
-            for name in schedule.plan.ignored_request_ids
-        ]
-        return tuple(outputs)
+        return tuple(self._given(result) for result in results if result.outputs)
 
     def _given(self, result: SequenceGroupOutput) -> EngineCoreOutput:
         (item,) = result.outputs

@@ -105,10 +105,11 @@ def add_request(state: V0EngineState, request: Request) -> V0EngineState:
     DuplicateRequestError
         If a live request has this id.
     RequestError
-        If it asks for a stop by repetition, which V0 does not know.
+        If it asks for a stop by repetition, which V0 does not know, or may not stop where
+        ``max_model_len`` ends it.
     CacheTooSmallError
         If its blocks at its longest, the block that V0 wants free beside them and the watermark
-        exceed the GPU blocks.
+        exceed the GPU blocks. So V0 never has to ignore a request later.
     """
     params = request.sampling_params
     if params.repetition_detection is not None:
@@ -117,6 +118,12 @@ def add_request(state: V0EngineState, request: Request) -> V0EngineState:
             " must be None with V0"
         )
     cache, limit = state.config.cache, state.config.scheduler.max_model_len
+    room = limit + 1 - request.num_prompt_tokens
+    if params.min_tokens > room:
+        raise RequestError(
+            f"Request({request.request_id!r}).sampling_params.min_tokens is {params.min_tokens}:"
+            f" must be at most {room} with V0, which ends it there"
+        )
     longest = min(request.num_prompt_tokens + params.max_tokens, limit)
     needed = -(-longest // cache.block_size) + 1 + cache.watermark_blocks
     if needed > cache.num_gpu_blocks:
@@ -206,7 +213,7 @@ def schedule(state: V0EngineState) -> tuple[V0EngineState, SchedulerOutput]:
         tables={**kept, **tables},
         scheduled=frozenset(tables),
     )
-    return _without(state, frozenset(plan.ignored_request_ids)), output
+    return state, output
 
 
 def update_from_output(
@@ -226,7 +233,7 @@ def update_from_output(
     -------
     V0EngineState
     tuple of EngineCoreOutput
-        Of the requests that were given a token, then of those that V0 ignored in this step.
+        Of the requests that were given a token.
     """
     samples = {
         group.request_id: (
@@ -239,7 +246,7 @@ def update_from_output(
         if group.do_sample
     }
     scheduler, results = v0.update_from_output(state.scheduler, state.plan, samples)
-    outputs = [
+    outputs = tuple(
         EngineCoreOutput(
             request_id=result.request_id,
             new_token_ids=(item.new_token_id,),
@@ -250,13 +257,9 @@ def update_from_output(
         )
         for result in results
         for item in result.outputs
-    ]
-    outputs += [
-        EngineCoreOutput(request_id=req_id, new_token_ids=(), finish_reason=FinishReason.LENGTH)
-        for req_id in state.plan.ignored_request_ids
-    ]
+    )
     ended = frozenset(result.request_id for result in results if result.finished)
-    return _without(replace(state, scheduler=scheduler), ended), tuple(outputs)
+    return _without(replace(state, scheduler=scheduler), ended), outputs
 
 
 def snapshot(state: V0EngineState) -> SchedulerSnapshot:
