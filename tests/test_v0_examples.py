@@ -278,48 +278,20 @@ class TestComparisonTableOfSource2:
         run.add("c", 2)
         # No decode is scheduled beside a prompt, yet a and b take both seats.
         assert names(run.step()) == ["a", "b"]
-        run = runner(chunked(8, 2, 64, chunk_alignment=8), blocks(40))
-        run.add("a", 1, at=0.0)
-        run.step()
-        run.add("b", 20, at=1.0)
-        # 7 left of 8: b gets 7 // 8 * 8 = 0.
-        assert names(run.step()) == ["a"]
-        run.scheduler.abort_seq_group(("a",))
-        assert chunks(run.step()) == {"b": 8}
-        run.add("c", 1, at=0.5)
-        # b takes all 8 of the budget again.
-        assert chunks(run.step()) == {"b": 8}
-        # b wants 4 now, and c comes beside it.
-        assert chunks(run.step()) == {"c": 1, "b": 4}
-        run.add("d", 20, at=0.1)
-        run.scheduler.abort_seq_group(("b",))
-        assert names(run.step()) == ["c"]
-        assert run.state.waiting == ("d",)
-
-    def test_a_group_that_sits_out_does_not_hold_its_seat(self, runner):
-        """Because chunked registers only what it schedules, more than max_num_seqs may run."""
-        run = runner(chunked(8, 2, 64, chunk_alignment=8), blocks(40))
-        run.add("p", 20, at=1.0)
-        assert chunks(run.step()) == {"p": 8}
-        run.add("d", 1, at=0.0)
-        # p takes all 8 tokens; then it wants the last 4 and d comes in.
-        assert chunks(run.step()) == {"p": 8}
-        assert chunks(run.step()) == {"d": 1, "p": 4}
-        run.scheduler.abort_seq_group(("p",))
-        run.add("q", 30, at=2.0)
-        run.add("s", 3, at=3.0)
-        # 7 left beside d, so q gets none and s waits behind it.
-        assert chunks(run.step()) == {"d": 1}
-        run.scheduler.abort_seq_group(("d",))
-        assert chunks(run.step()) == {"q": 8}
-        assert run.state.waiting == ("s",)
-        run.scheduler.abort_seq_group(("s",))
-        run.add("e", 1, at=0.0)
-        assert chunks(run.step()) == {"q": 8}
-        assert chunks(run.step()) == {"q": 8}
-        # q wants 6 of 8: e comes in, and both seats are taken.
-        assert chunks(run.step()) == {"e": 1, "q": 6}
-        assert run.state.running == ("e", "q")
+        run = runner(chunked(12, 7, 64, chunk_alignment=8), blocks(60))
+        run.add("p", 40, at=5.0)
+        for index, name in enumerate("abc"):
+            run.add(name, 1, best_of=2, at=float(index))
+        # p gets 8 of 12 tokens; its seat and two for each of the others are all 7.
+        assert chunks(run.step()) == {"p": 8, "a": 1, "b": 1, "c": 1}
+        run.add("s", 3, at=6.0)
+        # Six forks leave 6 tokens, of which p gets 6 // 8 * 8 = 0. It sits out with its blocks,
+        # but not with its seat, and s comes in: 8 sequences run.
+        assert chunks(run.step()) == {"s": 3, "a": 1, "b": 1, "c": 1}
+        assert run.state.running == ("p", "s", "a", "b", "c")
+        running = [seq for seqs in run.state.sequences.values() for seq in seqs]
+        assert len(running) == 8
+        assert {seq.status for seq in running} == {SequenceStatus.RUNNING}
 
     def test_running_queue(self, runner):
         """Default: decodes only. Chunked: decodes, then unfinished prefills."""

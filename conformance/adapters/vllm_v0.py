@@ -17,7 +17,7 @@ import os
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -126,9 +126,6 @@ class _OrderedSet(dict[Any, None]):
     def update(self, items: Iterable[Any]) -> None:  # type: ignore[override]
         """Add items at the end."""
         super().update(dict.fromkeys(items))
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()
 
 
 _CLOCK = _Clock()
