@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from servespec.conformance.adapters.base import SchedulerFactory
-from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.adapters.failure import CallFailed, ImplementationFailed
 from servespec.conformance.adapters.traces import (
     RecordedScheduler,
     Recording,
@@ -32,7 +32,7 @@ __all__ = ["MatrixResult", "against", "record_case", "record_matrix", "run_matri
 
 def record_case(
     implementation: SchedulerFactory, combination: Combination, seed: int
-) -> tuple[Case, Recording]:
+) -> tuple[Case, Recording, CallFailed | None]:
     """Drive one case of the matrix and keep the answers.
 
     Parameters
@@ -42,20 +42,36 @@ def record_case(
     seed : int
         As for `make_case`.
 
+    Returns
+    -------
+    case : Case
+    recording : Recording
+        Up to the last whole step.
+    stopped : CallFailed or None
+        What the implementation raised in the step after that: vLLM asserts on its own state.
+
     Raises
     ------
     ImplementationFailed
-        If the implementation fails.
+        If the implementation fails otherwise, or in the first step.
     """
     config, workload = make_case(combination, seed)
     scheduler = RecordedScheduler(
         implementation.make_scheduler(config.scheduler, config.cache, config.speculative)
     )
-    for _ in drive(scheduler, workload, config):
-        pass
+    stopped = None
+    steps = 0
+    try:
+        for _ in drive(scheduler, workload, config):
+            steps += 1
+    except CallFailed as error:
+        if steps == 0:
+            raise
+        stopped = error
+        workload = replace(workload, max_steps=steps)
     name = f"{implementation.name} {getattr(implementation, 'version', '')}".strip()
     case = Case(suite="scheduling", config=config, workload=workload)
-    return case, Recording(name, config, workload, tuple(scheduler.answers))
+    return case, Recording(name, config, workload, tuple(scheduler.answers)), stopped
 
 
 def against(recording: Recording) -> Check:
@@ -78,11 +94,14 @@ class MatrixResult:
     seed : int
     results : mapping of str to CaseResult
         By implementation; under the name of the recorded one if that failed.
+    stopped : CallFailed or None
+        What the recorded one raised after the last step compared.
     """
 
     combination: Combination
     seed: int
     results: Mapping[str, CaseResult]
+    stopped: CallFailed | None = None
 
 
 def run_matrix(
@@ -100,7 +119,7 @@ def run_matrix(
     real : SchedulerFactory
     implementations : sequence of SchedulerFactory
     steps : int
-        Steps to compare at least; every round is completed.
+        Steps to compare at least; every round is completed, and one without a step is the last.
     seed : int
         Of the first round; the next rounds count on from it.
     case_folder : Path, optional
@@ -113,10 +132,12 @@ def run_matrix(
     """
     done = 0
     for round_seed in itertools.count(seed):
+        before = done
         for combination in matrix():
             results: dict[str, CaseResult] = {}
+            stopped = None
             try:
-                case, recording = record_case(real, combination, round_seed)
+                case, recording, stopped = record_case(real, combination, round_seed)
             except ImplementationFailed as error:
                 gone = failure(error.reason)
                 results[real.name] = CaseResult(divergence=gone, last_lines=error.lines)
@@ -127,8 +148,10 @@ def run_matrix(
                     if result.divergence is not None and case_folder is not None:
                         _write(case_folder, implementation.name, case, result, round_seed)
                 done += max((result.steps for result in results.values()), default=0)
-            yield MatrixResult(combination=combination, seed=round_seed, results=results)
-        if done >= steps:
+            yield MatrixResult(
+                combination=combination, seed=round_seed, results=results, stopped=stopped
+            )
+        if done >= steps or done == before:
             return
 
 

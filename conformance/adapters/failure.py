@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ImplementationFailed"]
+__all__ = ["CallFailed", "ImplementationFailed"]
 
 
 class ImplementationFailed(RuntimeError):  # noqa: N818 - a verdict, named as reports print it
@@ -27,3 +27,7 @@ class ImplementationFailed(RuntimeError):  # noqa: N818 - a verdict, named as re
         if not self.lines:
             return self.reason
         return "\n".join([f"{self.reason}; its last lines:", *(f"  {x}" for x in self.lines)])
+
+
+class CallFailed(ImplementationFailed):
+    """One call raised; the implementation itself lives on, to be asked for a fresh scheduler."""

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from servespec.conformance.adapters import protocol
-from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.adapters.failure import CallFailed, ImplementationFailed
 from servespec.reference.contracts import (
     CacheConfig,
     EngineCoreOutput,
@@ -405,9 +405,10 @@ def exchange(
 
     Raises
     ------
+    CallFailed
+        If a call raised; the process lives on.
     ImplementationFailed
-        If the answer is not a reply to this line, or says that a call failed. In the first case
-        the process has ended; in the second it lives on.
+        If the answer is not a reply to this line. The process has ended then.
     """
     if not process.alive:
         raise process.failed("ended")
@@ -422,7 +423,7 @@ def exchange(
     if reply.error is not None and reply.id in (line.id, -1):
         index = reply.error.call
         name = _name(calls[index]) if 0 <= index < len(calls) else "a call"
-        raise ImplementationFailed(
+        raise CallFailed(
             f"{name} raised {reply.error.type[:80]}", reply.error.message[:4000].splitlines()
         )
     if reply.id != line.id or len(reply.results) != len(calls):

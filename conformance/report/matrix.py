@@ -53,6 +53,7 @@ def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -
     """
     sums: dict[tuple[Layout, str], _Sum] = {}
     combinations = set()
+    stops = 0
     live = Console(stderr=True)
     progress = Progress(
         TextColumn("matrix"),
@@ -66,6 +67,12 @@ def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -
         bar = progress.add_task("", total=steps)
         for found in results:
             combinations.add(found.combination)
+            if found.stopped is not None:
+                stops += 1
+                progress.console.print(
+                    f"stopped by itself: {found.combination}, seed {found.seed}: "
+                    f"{found.stopped.reason}"
+                )
             for name, result in found.results.items():
                 sums.setdefault((found.combination.layout, name), _Sum()).add(result)
                 if result.divergence is not None:
@@ -73,6 +80,8 @@ def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -
                     progress.console.print(failure_text(Failure.of("scheduling", result, None)))
             progress.advance(bar, max((r.steps for r in found.results.values()), default=0))
     _print_tables(sums, len(combinations), console)
+    if stops:
+        console.print(f"{stops} cases end early, where the real scheduler raised an error")
     return not any(total.diverged for total in sums.values())
 
 

@@ -151,7 +151,10 @@ def make_case(
     rng = random.Random(f"{combination} {seed}")
     quirks = Quirks.vllm_0_27_1() if quirks is None else quirks
     block_size = rng.choice((1, 2, 3, 4, 4, 4, 6, 8))
+    large = rng.random() < 0.1
     max_model_len = rng.choice((rng.randint(12, 32), rng.randint(32, 96)))
+    if large:
+        max_model_len = rng.randint(96, 256)
     if rng.random() < 0.4:
         # So that a prompt exists which hits all but one token and is padded to the very end.
         max_model_len -= (max_model_len - combination.num_speculative_tokens - 1) % block_size
@@ -163,7 +166,8 @@ def make_case(
             method=rng.choice(("ngram", "ngram", "mtp", "eagle", "draft_model")),
             num_speculative_tokens=combination.num_speculative_tokens,
         )
-    workload = _workload(scheduler, speculative, block_size, rng)
+    count = rng.randint(15, 50) if large else rng.randint(3, 14)
+    workload = _workload(count, scheduler, speculative, block_size, rng)
     aligned = combination.layout == "hybrid align"
     unit = None
     if aligned and combination.enable_prefix_caching and rng.random() < 0.4:
@@ -202,7 +206,7 @@ def _scheduler_config(
     budget = max(budget, 1 + combination.num_speculative_tokens)
     extra = rng.choice((0, 0, 4))
     return SchedulerConfig(
-        max_num_seqs=rng.choice((rng.randint(1, 3), rng.randint(3, 10))),
+        max_num_seqs=rng.choice((rng.randint(1, 3), rng.randint(3, 10), rng.randint(3, 30))),
         max_num_batched_tokens=budget + extra,
         max_num_scheduled_tokens=budget if extra else None,
         max_model_len=max_model_len,
@@ -241,6 +245,7 @@ def _num_blocks(
 
 
 def _workload(
+    count: int,
     scheduler: SchedulerConfig,
     speculative: SpeculativeConfig | None,
     block_size: int,
@@ -256,7 +261,6 @@ def _workload(
     edges += [scheduler.max_model_len - drafts] * (len(edges) if drafts else 0)
     events: list[dict[str, object]] = []
     made: list[Request] = []
-    count = rng.randint(3, 14)
     busy = rng.choice((0.3, 0.7, 1.5, 3.0))
     while len(made) < count:
         arriving = min(count - len(made), int(rng.expovariate(1.0) * busy + 0.5))
