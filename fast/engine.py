@@ -6,7 +6,8 @@ Source: ``EngineCore.step`` of ``vllm/v1/engine/core.py`` and ``execute_model`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -101,6 +102,18 @@ def _device(name: str | torch.device) -> torch.device:
     return device
 
 
+@contextmanager
+def _allocating(field: str, value: int) -> Iterator[None]:
+    """Blame a field for memory that there isn't."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # torch knows no type of its own for this on a CPU.
+        if "alloc" not in str(error) and "memory" not in str(error):
+            raise
+        raise ConfigError(field, value, "small enough for the device's memory") from None
+
+
 class Engine:
     """Serves requests on one model.
 
@@ -143,14 +156,11 @@ class Engine:
         torch_dtype, torch_device = _dtype(dtype), _device(device)
         self.config = engine_config
         self.record = record
-        self.memory = CacheMemory(model_config, engine_config.cache, torch_dtype, torch_device)
-        self.model = Qwen3_5(
-            model_config,
-            weights,
-            torch_dtype,
-            torch_device,
-            engine_config.scheduler.max_model_len,
-        )
+        cache, max_model_len = engine_config.cache, engine_config.scheduler.max_model_len
+        with _allocating("CacheConfig.num_gpu_blocks", cache.num_gpu_blocks):
+            self.memory = CacheMemory(model_config, cache, torch_dtype, torch_device)
+        with _allocating("SchedulerConfig.max_model_len", max_model_len):
+            self.model = Qwen3_5(model_config, weights, torch_dtype, torch_device, max_model_len)
         self._scheduler = make_planner(engine_config)
         self._batch = InputBatch(engine_config, torch_device)
         self._num_steps = 0

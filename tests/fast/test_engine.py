@@ -323,6 +323,12 @@ def test_wrong_configurations(model, tmp_path):
     few = dataclasses.replace(good, cache=dataclasses.replace(good.cache, groups=groups))
     with pytest.raises(ConfigError, match=r"CacheConfig\.groups"):
         Engine(model.config, model.weights, few)
+    for changes, field in (
+        ({"num_gpu_blocks": 10**12}, r"CacheConfig\.num_gpu_blocks is 1000000000000"),
+        ({"max_model_len": 10**14}, r"SchedulerConfig\.max_model_len is 100000000000000"),
+    ):
+        with pytest.raises(ConfigError, match=field):
+            make(model, **changes)
     with pytest.raises(CheckpointError, match="no such folder"):
         Engine.from_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="dtype"):
