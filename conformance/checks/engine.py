@@ -233,7 +233,7 @@ SUITE = Suite(
     needs="make_engine",
     cases=lambda: engine_cases("engine"),
     check=check,
-    sizes={"quick": 330, "standard": 2000, "full": 20000},
+    sizes={"quick": 300, "standard": 2000, "full": 20000},
     must_reach=(
         "preemptions",
         "resumptions",

@@ -274,6 +274,6 @@ SUITE = Suite(
     needs="make_engine",
     cases=invariance_cases,
     check=check,
-    sizes={"quick": 12, "standard": 100, "full": 1000},
+    sizes={"quick": 10, "standard": 100, "full": 1000},
     must_reach=("preemptions", "resumptions", "prefix_hits", "split_prompts", "mixed_batches"),
 )
