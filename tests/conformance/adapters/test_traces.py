@@ -154,7 +154,7 @@ def test_one_wrong_answer_among_all_is_found() -> None:
         state = recorded().answers[plans[step] + 1]
         assert isinstance(state, Snapshot)
         result = held_against(
-            altered(plans[step] + 1, free_blocks=state.result.free_blocks[::-1]), reference
+            altered(plans[step] + 1, free_blocks=(*state.result.free_blocks, 1)), reference
         )
         assert result.divergence is not None
         assert result.divergence.step == step
