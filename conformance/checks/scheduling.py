@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
+from typing import NoReturn
 
 from hypothesis import strategies as st
 
 from servespec.conformance.adapters.base import SchedulerFactory, SchedulerUnderTest
+from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.adapters.reference import ReferenceImplementation
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.counting import count_outputs, count_schedule
 from servespec.conformance.checks.suite import Suite
-from servespec.conformance.compare import expect_equal
-from servespec.conformance.verdicts import ExpectedStep, Tally, attempt
+from servespec.conformance.compare import expect_equal, shown
+from servespec.conformance.verdicts import (
+    DivergedError,
+    Divergence,
+    ExpectedStep,
+    Tally,
+    attempt,
+)
 from servespec.conformance.workloads.driver import DrivenStep, drive
 from servespec.conformance.workloads.scheduling import scheduling
 from servespec.conformance.workloads.workload import Workload
@@ -23,11 +32,16 @@ from servespec.reference.contracts import (
     PauseState,
     Request,
     RequestStatus,
+    SchedulerDiedError,
     SchedulerOutput,
     SchedulerSnapshot,
 )
 
 __all__ = ["SUITE", "Lockstep", "check", "compare"]
+
+
+class _EndOfCaseError(Exception):
+    """Both sides died where the release that is reproduced does."""
 
 
 class Lockstep:
@@ -60,7 +74,10 @@ class Lockstep:
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Plan one step and compare the plans."""
-        expected = self._expected.schedule(throttle_prefills)
+        try:
+            expected = self._expected.schedule(throttle_prefills)
+        except SchedulerDiedError as death:
+            self._expect_death(throttle_prefills, death)
         got = attempt(self._got.schedule, throttle_prefills)
         self._compare(expected, got, "scheduler_output")
         self.before = self.after_update
@@ -106,6 +123,21 @@ class Lockstep:
         self._compare(expected, got, "reset_prefix_cache")
         self.after_update = self._compare_snapshots("reset_prefix_cache")
         return expected
+
+    def _expect_death(self, throttle_prefills: bool, death: SchedulerDiedError) -> NoReturn:
+        """End the case where what is reproduced ends too; whoever lives on has diverged."""
+        try:
+            got = attempt(self._got.schedule, throttle_prefills)
+        except ImplementationFailed:
+            raise _EndOfCaseError from death
+        raise DivergedError(
+            Divergence(
+                field="scheduler_output",
+                expected=f"an error: {death}",
+                got=shown(got),
+                step=self.step,
+            )
+        )
 
     def _compare_snapshots(self, call: str, step: int | None = None) -> SchedulerSnapshot:
         expected = self._expected.snapshot()
@@ -204,19 +236,20 @@ def compare(
     """
     configs = (config.scheduler, config.cache, config.speculative)
     lockstep = Lockstep(expected.make_scheduler(*configs), attempt(got.make_scheduler, *configs))
-    for driven in drive(lockstep, workload, config):
-        count(driven, lockstep, tally)
-        tally.steps += 1
-        tally.tokens += sum(len(result.new_token_ids) for result in driven.outputs)
-        if keep:
-            tally.expected.append(
-                ExpectedStep(
-                    scheduler_output=driven.output,
-                    sampled_token_ids=driven.sampled,
-                    outputs=driven.outputs,
-                    snapshot=lockstep.after_update,
+    with suppress(_EndOfCaseError):
+        for driven in drive(lockstep, workload, config):
+            count(driven, lockstep, tally)
+            tally.steps += 1
+            tally.tokens += sum(len(result.new_token_ids) for result in driven.outputs)
+            if keep:
+                tally.expected.append(
+                    ExpectedStep(
+                        scheduler_output=driven.output,
+                        sampled_token_ids=driven.sampled,
+                        outputs=driven.outputs,
+                        snapshot=lockstep.after_update,
+                    )
                 )
-            )
 
 
 def check(case: Case, implementation: SchedulerFactory, tally: Tally) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from servespec.fast.cache.block_pool import NULL_BLOCK, BlockPool, IntArray
 from servespec.fast.cache.groups import NO_PLACE, BlockGroup
-from servespec.reference.contracts import Quirks
+from servespec.reference.contracts import Quirks, SchedulerDiedError
 
 __all__ = ["AlignedGdnGroup"]
 
@@ -109,6 +109,10 @@ class AlignedGdnGroup(BlockGroup):
             place, source = partial
             copy = new.pop(0)
             if running:
+                if self.table[slot, place] != source:
+                    raise SchedulerDiedError(
+                        f"block {source} was published and then freed before it was copied"
+                    )
                 # The worker's table only grows, so the request stays on the source and the index
                 # moves to the copy, which is made before this step overwrites the source.
                 self.pool.move_keys(source, copy)

@@ -37,6 +37,7 @@ from servespec.reference.cache.table import (
     cache_full_blocks,
     ends_inside_block,
 )
+from servespec.reference.contracts import SchedulerDiedError
 
 __all__ = [
     "allocate",
@@ -104,6 +105,11 @@ def allocate(
     because the worker's table row can only grow: the cache's keys move to a new block instead,
     which gets a copy before the step overwrites the old one. A request that was just admitted on
     such a prefix is redirected to the copy itself.
+
+    Raises
+    ------
+    SchedulerDiedError
+        If the published block is in the table no more (quirk ``overwritten_tail_published``).
     """
     spec = group.num_speculative_blocks
     running, partial, length = held.has_running_state, held.partial_hit, len(held.blocks)
@@ -133,6 +139,10 @@ def allocate(
     if partial is not None:
         target, new = new[0], new[1:]
         if running:
+            if held.blocks[partial.entry] != partial.block:
+                raise SchedulerDiedError(
+                    f"block {partial.block} was published and then freed before it was copied"
+                )
             pool, copy, republished = _preserve(pool, partial.block, target)
             held = replace(held, partial_hit=None)
         else:

@@ -29,6 +29,7 @@ from servespec.reference.contracts.errors import (
     ConfigError,
     DuplicateRequestError,
     RequestError,
+    SchedulerDiedError,
     UnknownRequestError,
     require,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "RuntimeGraphMode",
     "SamplingParams",
     "SchedulerConfig",
+    "SchedulerDiedError",
     "SchedulerOutput",
     "SchedulerSnapshot",
     "SchedulingPolicy",

@@ -74,8 +74,9 @@ class Quirks:
     overwritten_tail_published : bool
         The GDN state inside the prompt's last block is published whenever the known tokens end
         there, also when the step scheduled runs on beyond them (it awaits tokens in flight, or
-        has drafts) and overwrites the state, and later requests hit it (no public report known;
-        only with ``prefix_match_unit``).
+        has drafts) and overwrites the state, and later requests hit it; if the state has been
+        freed meanwhile, the scheduler dies (no public report known; only with
+        ``prefix_match_unit``).
     skipped_states_leak : bool
         With steps in flight a prefill whose chunks span several GDN blocks forgets the states
         between them, whose blocks stay held until the request ends; a long prompt can fill the

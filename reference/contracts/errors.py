@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "DuplicateRequestError",
     "RequestError",
+    "SchedulerDiedError",
     "UnknownRequestError",
     "require",
 ]
@@ -58,6 +59,13 @@ class UnknownRequestError(KeyError):
 
     def __str__(self) -> str:
         return f"unknown request id {self.request_id!r}"
+
+
+class SchedulerDiedError(RuntimeError):
+    """The release that is reproduced fails an assertion of its own here, and its engine ends.
+
+    Raised under a profile with oddities only: whoever reproduces the release has to fail too.
+    """
 
 
 class CheckpointError(ValueError):
