@@ -25,7 +25,7 @@ from servespec.reference.contracts import (
 )
 from servespec.reference.contracts.v0 import V0CacheConfig, V0SchedulerConfig
 
-__all__ = ["FastBatch", "FastImplementation", "FastScheduler"]
+__all__ = ["FastBatch", "FastImplementation", "FastScheduler", "poisoned"]
 
 
 class FastScheduler:
@@ -98,6 +98,19 @@ class FastBatch:
         self.batch.append_sampled(sampled)
 
 
+def poisoned(engine: Engine) -> Engine:
+    """Fill the pages that nobody has written yet with NaN: a stale read shows in every run alike.
+
+    Parameters
+    ----------
+    engine : Engine
+        Fresh; returned.
+    """
+    for pages in engine.memory.pages:
+        pages[:-1].fill_(0xFF)  # every float format reads all ones as NaN; the last page stays zero
+    return engine
+
+
 class FastImplementation:
     """The fast path as an implementation."""
 
@@ -124,4 +137,4 @@ class FastImplementation:
         self, model: ModelConfig, weights: Weights, config: EngineConfig, dtype: str = "float32"
     ) -> Engine:
         """Return a fresh engine."""
-        return Engine(model, weights, config, dtype)
+        return poisoned(Engine(model, weights, config, dtype))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from servespec.conformance.adapters.base import Weights
-from servespec.conformance.adapters.fast import FastBatch, FastScheduler
+from servespec.conformance.adapters.fast import FastBatch, FastScheduler, poisoned
 from servespec.fast.batch import InputBatch
 from servespec.fast.batch.inputs import StepInputs
 from servespec.fast.engine import Engine
@@ -47,6 +47,8 @@ class Fault:
         Changes the weights.
     inputs : callable, optional
         Changes in place what the model reads of a step; the record stays right.
+    batch : callable, optional
+        Changes in place what a new batch is made of.
     record : callable, optional
         Changes the record of a batch.
     before_step : callable, optional
@@ -61,6 +63,7 @@ class Fault:
     request: Callable[[Request], Request] | None = None
     weights: Callable[[Weights, ModelConfig], Weights] | None = None
     inputs: Callable[[StepInputs, EngineConfig], None] | None = None
+    batch: Callable[[InputBatch], None] | None = None
     record: Callable[[BatchRecord], BatchRecord] | None = None
     before_step: Callable[[], None] | None = None
 
@@ -84,7 +87,7 @@ class Fault:
         config = replace(config, scheduler=self._changed(config.scheduler))
         if self.weights is not None:
             weights = self.weights(weights, model)
-        return _Engine(model, weights, config, dtype, self)
+        return poisoned(_Engine(model, weights, config, dtype, self))
 
     def _changed(self, config: SchedulerConfig) -> SchedulerConfig:
         return config if self.configuration is None else self.configuration(config)
@@ -104,6 +107,8 @@ class _Batch(InputBatch):
         super().__init__(config)
         self.fault = fault
         self.config = config
+        if fault.batch is not None:
+            fault.batch(self)
 
     def prepare(self, output: SchedulerOutput) -> StepInputs:
         inputs = super().prepare(output)

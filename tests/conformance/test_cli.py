@@ -1,6 +1,8 @@
 """The command: exit status, one line for bad input, reports, and cases that replay."""
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -8,10 +10,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
+from servespec.conformance.bench import engine as engine_bench
 from servespec.conformance.cases import files
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.registry import SUITES
 from servespec.conformance.cli import main
+from servespec.conformance.faults import catalogue
 from servespec.conformance.session import draw_cases
 from servespec.reference.models import checkpoint, tiny
 
@@ -114,7 +118,7 @@ def test_a_run_that_agrees_says_so_in_every_form(tmp_path: Path) -> None:
         assert suite["cases"] == 5
     root = ET.fromstring((tmp_path / "report.xml").read_bytes())
     assert [int(suite.attrib["failures"]) for suite in root] == [0, 0]
-    assert not (tmp_path / "servespec-cases").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.xml"]
 
 
 @pytest.mark.parametrize(
@@ -249,6 +253,41 @@ def test_implementations_are_listed() -> None:
     result = servespec("implementations")
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.stdout.splitlines()][:2] == ["fast", "reference"]
+
+
+def test_faults_fails_if_one_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = catalogue.FAULTS[0]
+    assert found.name == "one_token_too_few"
+    monkeypatch.setattr(catalogue, "FAULTS", (found,))
+    result = servespec("faults")
+    assert result.exit_code == 0, result.output
+    assert "scheduler_output.num_scheduled_tokens" in result.stdout
+    unseen = replace(found, name="unseen", configuration=None, suites=("batch",))
+    monkeypatch.setattr(catalogue, "FAULTS", (unseen,))
+    result = servespec("faults")
+    assert result.exit_code == 1
+    assert "nothing  WRONG" in result.stdout
+
+
+def test_bench_gives_figures_of_equal_tokens_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = partial(engine_bench.bench_engine, requests=2, prompt_tokens=4, output_tokens=3)
+    monkeypatch.setattr(engine_bench, "bench_engine", small)
+    result = servespec("bench", "--rounds", 2, "--json", "bench.json")
+    assert result.exit_code == 0, result.output
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:]] == [
+        "reference", "fast", "ratio",
+    ]  # fmt: skip
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert figures["equal"] is True
+    assert len(figures["fast"]) == len(figures["reference"]) == 2
+    monkeypatch.setattr(
+        engine_bench, "bench_engine", lambda **kwargs: replace(small(**kwargs), equal=False)
+    )
+    result = servespec("bench", "--rounds", 1)
+    assert result.exit_code == 1
+    assert not result.stdout
 
 
 def test_generate_gives_the_same_from_both_engines(tmp_path: Path) -> None:
