@@ -8,7 +8,7 @@ imports such an object.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from servespec.reference.contracts import (
     SchedulerOutput,
     SchedulerSnapshot,
     SpeculativeConfig,
+    StateMove,
     StepRecord,
 )
 
@@ -36,6 +37,7 @@ __all__ = [
     "EngineUnderTest",
     "SchedulerFactory",
     "SchedulerUnderTest",
+    "StateSaving",
     "Weights",
 ]
 
@@ -84,6 +86,19 @@ class BatchUnderTest(Protocol):
 
     def append_sampled(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Take in the tokens that rows of the last step keep."""
+
+
+@runtime_checkable
+class StateSaving(Protocol):
+    """What a batch may offer beside: the copies of aligned states that follow a step."""
+
+    def state_saves(
+        self, sampled: Mapping[str, tuple[int, ...]]
+    ) -> tuple[tuple[StateMove, ...], ...]:
+        """Return the copies of each GDN group to make before `append_sampled`.
+
+        Nothing at all where states are not aligned.
+        """
 
 
 class EngineUnderTest(Protocol):

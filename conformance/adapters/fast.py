@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from servespec.conformance.adapters.base import Weights
 from servespec.fast.batch import InputBatch
 from servespec.fast.engine import Engine
+from servespec.fast.batch.record import moves_of
 from servespec.fast.scheduling.v0 import Scheduler as V0Scheduler
 from servespec.fast.scheduling.v1 import Scheduler
 from servespec.reference.contracts import (
@@ -24,6 +26,7 @@ from servespec.reference.contracts import (
     SpeculativeConfig,
 )
 from servespec.reference.contracts.v0 import V0CacheConfig, V0SchedulerConfig
+    StateMove,
 
 __all__ = ["FastBatch", "FastImplementation", "FastScheduler", "poisoned"]
 
@@ -86,7 +89,8 @@ class FastBatch:
         self.batch = batch
 
     def prepare(self, output: SchedulerOutput) -> BatchRecord | None:
-        """Make inputs and metadata of one step."""
+        """Make inputs and metadata of one step, with nothing left in memory but what is owned."""
+        self.batch.poison()
         if not output.num_scheduled_tokens:
             self.batch.update_states(output)
             return None
@@ -95,6 +99,13 @@ class FastBatch:
 
     def append_sampled(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Take in the tokens that rows keep."""
+    def state_saves(
+        self, sampled: Mapping[str, tuple[int, ...]]
+    ) -> tuple[tuple[StateMove, ...], ...]:
+        """Return the copies of aligned states that follow the step."""
+        req_ids = self.batch.req_ids
+        return tuple(moves_of(req_ids, moves) for moves in self.batch.state_saves(sampled))
+
         self.batch.append_sampled(sampled)
 
 

@@ -23,6 +23,7 @@ from servespec.reference.contracts import (
     SchedulerOutput,
     SchedulerSnapshot,
     SpeculativeConfig,
+    StateMove,
     StepRecord,
 )
 from servespec.reference.contracts.v0 import V0CacheConfig, V0SchedulerConfig
@@ -106,6 +107,12 @@ class ReferenceBatch:
             return None
         self.batch, record = prepare.prepare(self.batch, output, self.config)
         return record
+
+    def state_saves(
+        self, sampled: Mapping[str, tuple[int, ...]]
+    ) -> tuple[tuple[StateMove, ...], ...]:
+        """Return the copies of aligned states that follow the step."""
+        return prepare.state_saves(self.batch, sampled, self.config)
 
     def append_sampled(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
         """Take in the tokens that rows keep."""

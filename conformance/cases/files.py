@@ -110,6 +110,14 @@ def require_sensible(case: Case) -> None:
         _limit("v0.cache.num_cpu_blocks", case.v0.cache.num_cpu_blocks, 2**20)
         widest = max((request.best_of for request in steps.requests), default=1)
         _limit("best_of of a v0.workload request", widest, 2**10)
+    if case.plans is not None:
+        _limit("number of plans", len(case.plans), MAX_STEPS)
+        for number, planned in enumerate(case.plans):
+            _limit(
+                f"tokens of plan {number}",
+                sum(planned.output.num_scheduled_tokens.values()),
+                case.config.scheduler.max_num_batched_tokens,
+            )
     if case.model is not None:
         model = case.model.config
         _limit("model parameters", _num_parameters(model), MAX_PARAMETERS)

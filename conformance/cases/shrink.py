@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from servespec.conformance.cases.case import Case
+from servespec.conformance.cases.shrink_plans import Plans, plan_changes, without_group
 from servespec.conformance.cases.shrink_v0 import v0_changes
 from servespec.conformance.verdicts import CaseResult
 from servespec.conformance.workloads.workload import WorkloadStep
@@ -126,6 +127,13 @@ def _changes(case: Case, result: CaseResult) -> Iterator[Change]:
         for change in v0_changes(case.v0, last):
             yield partial(_change_v0, change=change)
         return
+    if case.plans is not None:
+        for change_plans in plan_changes(case.plans, last):
+            yield partial(_change_plans, change=change_plans)
+        for index in range(len(case.config.cache.groups)):
+            yield partial(_without_group, index=index)
+        yield from _plainer_configuration(case)
+        return
     if last is not None:
         yield partial(_end_after, last=last)
     yield from _drop_requests(case)
@@ -143,6 +151,16 @@ def _changes(case: Case, result: CaseResult) -> Iterator[Change]:
 
 def _change_v0(case: Case, change: Callable[[V0Case], V0Case]) -> Case:
     return case if case.v0 is None else replace(case, v0=change(case.v0))
+
+
+def _change_plans(case: Case, change: Callable[[Plans], Plans]) -> Case:
+    return case if case.plans is None else replace(case, plans=change(case.plans))
+
+
+def _without_group(case: Case, index: int) -> Case:
+    groups = case.config.cache.groups
+    case = _change_plans(case, partial(without_group, index=index))
+    return _with_cache(case, groups=groups[:index] + groups[index + 1 :])
 
 
 def _with_steps(case: Case, steps: tuple[WorkloadStep, ...]) -> Case:
@@ -241,6 +259,7 @@ def _cut_output(request: Request) -> Request:
 
 def _plainer_configuration(case: Case) -> Iterator[Change]:
     yield lambda case: replace(case, config=replace(case.config, speculative=None))
+    yield lambda case: replace(case, config=replace(case.config, graph=None))
     scheduler, cache = case.config.scheduler, case.config.cache
     plain: tuple[dict[str, Any], ...] = (
         {"async_scheduling": False},

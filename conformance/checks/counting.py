@@ -48,13 +48,15 @@ def count_schedule(
         counts["evictions"] += len(before.cached_blocks - after.cached_blocks)
 
 
-def count_batch(tally: Tally, batch: BatchRecord | None) -> None:
+def count_batch(tally: Tally, batch: BatchRecord | None, before: BatchRecord | None = None) -> None:
     """Count what a batch looked like.
 
     Parameters
     ----------
     tally : Tally
     batch : BatchRecord or None
+    before : BatchRecord or None
+        That of the step before, to count rows that were removed.
     """
     if batch is None:
         tally.counts["idle_steps"] += 1
@@ -69,6 +71,13 @@ def count_batch(tally: Tally, batch: BatchRecord | None) -> None:
     )
     counts["mixed_batches"] += 0 < decodes < len(batch.req_ids)
     counts[batch.attn_state.value] += 1
+    counts["state_moves"] += sum(map(len, batch.state_moves))
+    if before is not None:
+        counts["rows_removed"] += len(set(before.req_ids).difference(batch.req_ids))
+    if batch.graph is not None:
+        counts[f"graph_{batch.graph.mode}"] += 1
+    for metadata in batch.attention[:1]:
+        counts["padded_rows"] += len(metadata.seq_lens) - len(batch.req_ids)
 
 
 def count_outputs(tally: Tally, outputs: tuple[EngineCoreOutput, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,9 @@ import torch
 
 from servespec.conformance.adapters.base import Weights
 from servespec.conformance.faults.fault import Fault
+from servespec.fast.batch import InputBatch
+from servespec.fast.batch.block_table import BlockTable
+from servespec.fast.batch.buffers import Array, StepBuffer
 from servespec.fast.batch.inputs import StepInputs
 from servespec.reference.contracts import (
     AttentionState,
@@ -76,6 +80,40 @@ def _slots_of_others(inputs: StepInputs, config: EngineConfig) -> None:
 def _positions_from_zero(inputs: StepInputs, config: EngineConfig) -> None:
     starts = inputs.num_computed_tokens.repeat_interleave(inputs.num_scheduled_tokens)
     inputs.positions = inputs.positions - starts
+
+
+class _StaleBuffer(StepBuffer):
+    def put(self, values: Array, rows: int | None = None, fill: int = 0) -> None:
+        super().put(values)
+        self.reserve(len(values) if rows is None else rows)
+
+
+def _stale_padding(batch: InputBatch) -> None:
+    def stale(buffer: StepBuffer) -> StepBuffer:
+        return _StaleBuffer(buffer.host.shape, buffer.host.dtype, torch.device("cpu"))
+
+    buffers = batch._builder.buffers
+    for name, value in vars(buffers).items():
+        many = isinstance(value, list)
+        setattr(buffers, name, [stale(each) for each in value] if many else stale(value))
+
+
+class _StaleTable(BlockTable):
+    def replace(self, slot: int, block_ids: Sequence[int]) -> None:
+        self.num_blocks[slot] = 0
+        self.append(slot, block_ids)
+
+
+def _stale_tables(batch: InputBatch) -> None:
+    batch._store.tables[:] = [
+        _StaleTable(
+            len(table.ids),
+            table.ids.shape[1] // table.ratio,
+            table.block_size,
+            table.kernel_block_size,
+        )
+        for table in batch._store.tables
+    ]
 
 
 def _one_label(record: BatchRecord) -> BatchRecord:
@@ -220,6 +258,20 @@ FAULTS = (
         source="a chunk treated as a new prompt",
         suites=_NUMBERS,
         inputs=_positions_from_zero,
+    ),
+    Fault(
+        name="stale_padding",
+        what="what stands behind the rows of a padded step is left over from an earlier one",
+        source="vllm-ascend#10901: a stale block table in a dummy run",
+        suites=("batch",),
+        batch=_stale_padding,
+    ),
+    Fault(
+        name="stale_table_tail",
+        what="a resumed request's shorter block table keeps the end of its longer one",
+        source="tt-metal#56324: the tail of a table not cleared, K and V in stale blocks",
+        suites=("batch",),
+        batch=_stale_tables,
     ),
     Fault(
         name="one_label",

@@ -6,6 +6,7 @@ module                  strategies
 ``configurations``      `scheduler_configs`, `cache_configs`, `engine_configs`
 ``engine``              `sampling_params`, `request_lists`, `arrivals`, `engine_cases`
 ``models``              `embedded_models`, `hybrid_models`, `dense_models`, `random_models`
+``plans``               `plans`, for a worker's batch alone
 ``scheduling``          `combinations`, `scheduling`
 ``scheduling_v0``       `v0_cases`
 ======================  ==========================================================================

@@ -12,6 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
+from hypothesis import strategies as st
+
+from servespec.conformance.workloads.workload_plans import PlannedStep
 from servespec.reference.contracts import (
     BlockTable,
     CacheConfig,
@@ -30,7 +33,7 @@ from servespec.reference.contracts import (
     SpeculativeMethod,
 )
 
-__all__ = ["PlanStream", "random_plan_config"]
+__all__ = ["PlanStream", "plans", "random_plan_config"]
 
 _LAYOUTS: tuple[tuple[LayerType, ...], ...] = (
     ("full_attention",),
@@ -335,3 +338,25 @@ class PlanStream:
 
 def _table(blocks: list[list[int]]) -> BlockTable:
     return tuple(tuple(group) for group in blocks)
+
+
+@st.composite
+def plans(
+    draw: st.DrawFn, max_steps: int = 24, *, realistic: bool = False
+) -> tuple[EngineConfig, tuple[PlannedStep, ...]]:
+    """Return an engine configuration and random plans for its worker.
+
+    Parameters
+    ----------
+    max_steps : int
+    realistic : bool
+        As for `PlanStream`.
+    """
+    random = Random(draw(st.integers(0, 2**32 - 1)))
+    config = random_plan_config(random)
+    stream = PlanStream(config, random, realistic)
+    steps = []
+    for _ in range(draw(st.integers(1, max_steps))):
+        output = stream.next_plan()
+        steps.append(PlannedStep(output=output, sampled=stream.sample()))
+    return config, tuple(steps)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from servespec.fast.batch.buffers import IntArray, grown
+from servespec.fast.batch.buffers import POISON, IntArray, grown
 
 __all__ = ["BlockTable"]
 
@@ -64,6 +64,11 @@ class BlockTable:
             first = np.asarray(block_ids, np.int32)[:, None] * self.ratio
             self.ids[slot, start:end] = (first + self._parts).reshape(-1)
         self.num_blocks[slot] = end
+
+    def poison(self, slots: Sequence[int]) -> None:
+        """Overwrite the rows of slots that nobody holds."""
+        self.ids[slots] = POISON
+        self.num_blocks[slots] = 0
 
     def slots_of(self, token_slots: IntArray, positions: IntArray) -> IntArray:
         """Return where tokens live in the cache.

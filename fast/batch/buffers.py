@@ -8,7 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Array", "IntArray", "StepBuffer", "grown"]
+__all__ = ["POISON", "Array", "IntArray", "StepBuffer", "grown"]
+
+POISON = -7
+"""What a check writes where nothing valid stands; no id, count or position is negative."""
 
 Array = npt.NDArray[Any]
 IntArray = npt.NDArray[np.integer[Any]]
@@ -78,6 +81,10 @@ class StepBuffer:
             self.host = larger
             self._adopt()
         return self.host
+
+    def poison(self) -> None:
+        """Overwrite everything; the next step must not read what this one does not write."""
+        self.host[...] = True if self.host.dtype == np.bool_ else POISON
 
     def put(self, values: Array, rows: int | None = None, fill: int = 0) -> None:
         """Write values to the front, and `fill` behind them up to `rows`.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from servespec.fast.batch.buffers import IntArray
+from servespec.fast.batch.buffers import POISON, IntArray
 from servespec.fast.batch.inputs import StateMoves, StepInputs
 from servespec.fast.batch.prepare import StepBuilder
 from servespec.fast.batch.record import record_of
@@ -261,6 +261,17 @@ class InputBatch:
         )
         moving = saves.only((saves.sources != saves.destinations) | (saves.offsets > 0))
         return self._builder.moves_of_groups(store, slots, moving)
+
+    def poison(self) -> None:
+        """Overwrite all that no live request owns, between two steps, so that a stale read shows.
+
+        Free slots, what stands behind the tokens and rows in use, and the buffers of a step; the
+        views of the latest `StepInputs` are lost.
+        """
+        self._step = None
+        self._store.poison()
+        self._builder.buffers.poison()
+        self._rows[len(self._req_ids) :] = POISON
 
     def record(self) -> BatchRecord:
         """Return the latest prepared step as a contract.

@@ -63,6 +63,12 @@ class _Buffers:
         self.slot_mappings = [buffer(tokens, dtype=np.int64) for _ in groups]
         self.state_indices = [buffer(rows, dtype=np.int32) for _ in groups]
 
+    def poison(self) -> None:
+        """Overwrite everything, as `StepBuffer.poison`."""
+        for value in vars(self).values():
+            for buffer in value if isinstance(value, list) else [value]:
+                buffer.poison()
+
 
 @dataclass(slots=True)
 class _Columns:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from servespec.fast.batch.block_table import BlockTable
-from servespec.fast.batch.buffers import grown
+from servespec.fast.batch.buffers import POISON, grown
 from servespec.reference.contracts import BlockTable as GroupBlocks
 from servespec.reference.contracts import EngineConfig, NewRequestData, UnknownRequestError
 
@@ -117,6 +117,17 @@ class RequestStore:
         if slot is not None:
             self.has_row[slot] = False
             self._free.append(slot)
+
+    def poison(self) -> None:
+        """Overwrite free slots, and what stands behind the known tokens of live ones."""
+        for name in _SCALARS:
+            array = getattr(self, name)
+            array[self._free] = False if array.dtype == np.bool_ else POISON
+        self.token_ids[self._free] = POISON
+        for slot in self.slot_of.values():
+            self.token_ids[slot, self.num_tokens[slot] :] = POISON
+        for table in self.tables:
+            table.poison(self._free)
 
     def _grow(self) -> None:
         old = len(self.num_tokens)

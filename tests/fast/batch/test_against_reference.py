@@ -4,37 +4,11 @@ from collections import Counter
 from dataclasses import fields
 from random import Random
 
-import numpy as np
-
 from servespec.conformance.workloads.plans import PlanStream, random_plan_config
 from servespec.fast.batch import InputBatch
-from servespec.fast.batch.buffers import StepBuffer
 from servespec.fast.batch.record import moves_of
 from servespec.reference.batch.persistent import append_sampled, empty_batch
 from servespec.reference.batch.prepare import prepare, state_saves
-
-POISON = -7
-
-
-def poison(batch: InputBatch) -> None:
-    """Overwrite all that no live request owns: free slots, token tails, step buffers."""
-    store = batch._store
-    free = store._free
-    for array in (store.token_ids, store.num_tokens, store.num_prompt_tokens):
-        array[free] = POISON
-    for array in (store.num_computed_tokens, store.num_draft_tokens, store.num_accepted_tokens):
-        array[free] = POISON
-    store.last_seq_len[free] = POISON
-    for slot in store.slot_of.values():
-        store.token_ids[slot, store.num_tokens[slot] :] = POISON
-    for table in store.tables:
-        table.ids[free] = POISON
-        table.num_blocks[free] = 0
-    for value in vars(batch._builder.buffers).values():
-        for buffer in value if isinstance(value, list) else [value]:
-            assert isinstance(buffer, StepBuffer)
-            buffer.host[...] = POISON if buffer.host.dtype != np.bool_ else True
-    batch._rows[len(batch._req_ids) :] = POISON
 
 
 def expect_padding(inputs):
@@ -64,7 +38,7 @@ def test_every_field_of_every_step():
         for step in range(40):
             plan = stream.next_plan()
             reference, expected = prepare(reference, plan, config)
-            poison(fast)
+            fast.poison()
             inputs = fast.prepare(plan)
             expect_padding(inputs)
             got = fast.record()
