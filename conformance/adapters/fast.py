@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 from servespec.conformance.adapters.base import Weights
 from servespec.fast.batch import InputBatch
-from servespec.fast.engine import Engine
 from servespec.fast.batch.record import moves_of
+from servespec.fast.engine import Engine
 from servespec.fast.scheduling.v0 import Scheduler as V0Scheduler
 from servespec.fast.scheduling.v1 import Scheduler
 from servespec.reference.contracts import (
@@ -24,9 +23,9 @@ from servespec.reference.contracts import (
     SchedulerOutput,
     SchedulerSnapshot,
     SpeculativeConfig,
+    StateMove,
 )
 from servespec.reference.contracts.v0 import V0CacheConfig, V0SchedulerConfig
-    StateMove,
 
 __all__ = ["FastBatch", "FastImplementation", "FastScheduler", "poisoned"]
 
@@ -97,8 +96,6 @@ class FastBatch:
         self.batch.prepare(output)
         return self.batch.record()
 
-    def append_sampled(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
-        """Take in the tokens that rows keep."""
     def state_saves(
         self, sampled: Mapping[str, tuple[int, ...]]
     ) -> tuple[tuple[StateMove, ...], ...]:
@@ -106,6 +103,8 @@ class FastBatch:
         req_ids = self.batch.req_ids
         return tuple(moves_of(req_ids, moves) for moves in self.batch.state_saves(sampled))
 
+    def append_sampled(self, sampled: Mapping[str, tuple[int, ...]]) -> None:
+        """Take in the tokens that rows keep."""
         self.batch.append_sampled(sampled)
 
 

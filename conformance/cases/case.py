@@ -7,8 +7,8 @@ from typing import Literal
 
 from servespec.conformance.verdicts import Divergence, ExpectedStep
 from servespec.conformance.workloads.workload import Workload
-from servespec.conformance.workloads.workload_v0 import V0Case
 from servespec.conformance.workloads.workload_plans import PlannedStep
+from servespec.conformance.workloads.workload_v0 import V0Case
 from servespec.reference.contracts import EngineConfig, ModelConfig, require
 
 __all__ = ["SPEC_VERSION", "Case", "CaseFile", "Dtype", "TinyModel"]
@@ -52,9 +52,9 @@ class Case:
         None for a suite without a model.
     dtype : {"float32", "bfloat16"}
         What the implementation computes in; the reference always uses float64.
-    v0 : V0Case or None
     plans : tuple of PlannedStep or None
         What suite ``batch`` is given in place of a workload, whose plans a scheduler makes.
+    v0 : V0Case or None
         What suite ``scheduling-v0`` runs; its cases leave `config` and `workload` unused.
     """
 
@@ -63,18 +63,18 @@ class Case:
     workload: Workload
     model: TinyModel | None = None
     dtype: Dtype = "float32"
+    plans: tuple[PlannedStep, ...] | None = None
     v0: V0Case | None = None
 
     @property
-    plans: tuple[PlannedStep, ...] | None = None
     def num_requests(self) -> int:
         """Requests of the workload."""
+        if self.plans is not None:
+            return sum(len(step.output.scheduled_new_reqs) for step in self.plans)
         return len((self.workload if self.v0 is None else self.v0.workload).requests)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-        if self.plans is not None:
-            return sum(len(step.output.scheduled_new_reqs) for step in self.plans)
 class CaseFile:
     """A case and what was seen when it was written.
 
