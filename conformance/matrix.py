@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from servespec.conformance.adapters.base import SchedulerFactory
 from servespec.conformance.adapters.failure import CallFailed, ImplementationFailed
 from servespec.conformance.adapters.traces import (
+    Died,
     RecordedScheduler,
     Recording,
     TraceImplementation,
@@ -26,13 +27,14 @@ from servespec.conformance.checks.scheduling import compare
 from servespec.conformance.verdicts import CaseResult, Check, Tally, failure, run_check
 from servespec.conformance.workloads.driver import drive
 from servespec.conformance.workloads.scheduling import LAYOUTS, Combination, make_case, matrix
+from servespec.reference.contracts import SchedulerDiedError
 
 __all__ = ["MatrixResult", "against", "record_case", "record_matrix", "run_matrix"]
 
 
 def record_case(
     implementation: SchedulerFactory, combination: Combination, seed: int
-) -> tuple[Case, Recording, CallFailed | None]:
+) -> tuple[Case, Recording]:
     """Drive one case of the matrix and keep the answers.
 
     Parameters
@@ -46,32 +48,26 @@ def record_case(
     -------
     case : Case
     recording : Recording
-        Up to the last whole step.
-    stopped : CallFailed or None
-        What the implementation raised in the step after that: vLLM asserts on its own state.
+        Ends with `Died` if ``schedule`` raised: vLLM asserts on its own state.
 
     Raises
     ------
     ImplementationFailed
-        If the implementation fails otherwise, or in the first step.
+        If the implementation fails otherwise.
     """
     config, workload = make_case(combination, seed)
     scheduler = RecordedScheduler(
         implementation.make_scheduler(config.scheduler, config.cache, config.speculative)
     )
-    stopped = None
-    steps = 0
     try:
         for _ in drive(scheduler, workload, config):
-            steps += 1
-    except CallFailed as error:
-        if steps == 0:
+            pass
+    except (CallFailed, SchedulerDiedError):
+        if not isinstance(scheduler.answers[-1], Died):
             raise
-        stopped = error
-        workload = replace(workload, max_steps=steps)
     name = f"{implementation.name} {getattr(implementation, 'version', '')}".strip()
     case = Case(suite="scheduling", config=config, workload=workload)
-    return case, Recording(name, config, workload, tuple(scheduler.answers)), stopped
+    return case, Recording(name, config, workload, tuple(scheduler.answers))
 
 
 def against(recording: Recording) -> Check:
@@ -94,14 +90,14 @@ class MatrixResult:
     seed : int
     results : mapping of str to CaseResult
         By implementation; under the name of the recorded one if that failed.
-    stopped : CallFailed or None
-        What the recorded one raised after the last step compared.
+    died : str or None
+        What the recorded one raised in the last step; the others have to raise there too.
     """
 
     combination: Combination
     seed: int
     results: Mapping[str, CaseResult]
-    stopped: CallFailed | None = None
+    died: str | None = None
 
 
 def run_matrix(
@@ -135,22 +131,22 @@ def run_matrix(
         before = done
         for combination in matrix():
             results: dict[str, CaseResult] = {}
-            stopped = None
+            died = None
             try:
-                case, recording, stopped = record_case(real, combination, round_seed)
+                case, recording = record_case(real, combination, round_seed)
             except ImplementationFailed as error:
                 gone = failure(error.reason)
                 results[real.name] = CaseResult(divergence=gone, last_lines=error.lines)
             else:
+                if isinstance(recording.answers[-1], Died):
+                    died = recording.answers[-1].result
                 for implementation in implementations:
                     result = run_check(against(recording), case, implementation)
                     results[implementation.name] = result
                     if result.divergence is not None and case_folder is not None:
                         _write(case_folder, implementation.name, case, result, round_seed)
                 done += max((result.steps for result in results.values()), default=0)
-            yield MatrixResult(
-                combination=combination, seed=round_seed, results=results, stopped=stopped
-            )
+            yield MatrixResult(combination=combination, seed=round_seed, results=results, died=died)
         if done >= steps or done == before:
             return
 

@@ -12,12 +12,12 @@ import lzma
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import msgspec
 
 from servespec.conformance.adapters.base import SchedulerUnderTest
-from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.adapters.failure import CallFailed, ImplementationFailed
 from servespec.conformance.output import write_atomically
 from servespec.conformance.workloads.workload import Workload
 from servespec.reference.contracts import (
@@ -29,6 +29,7 @@ from servespec.reference.contracts import (
     Request,
     RequestStatus,
     SchedulerConfig,
+    SchedulerDiedError,
     SchedulerOutput,
     SchedulerSnapshot,
     SpeculativeConfig,
@@ -37,6 +38,7 @@ from servespec.reference.contracts import (
 __all__ = [
     "PROFILES",
     "Answer",
+    "Died",
     "RecordedScheduler",
     "Recording",
     "TraceError",
@@ -82,7 +84,13 @@ class Snapshot(msgspec.Struct, frozen=True, tag_field="call", tag="snapshot"):
     result: SchedulerSnapshot
 
 
-Answer = Schedule | Update | Reset | Snapshot
+class Died(msgspec.Struct, frozen=True, tag_field="call", tag="died"):
+    """In place of the answer to ``schedule``: what it raised."""
+
+    result: str
+
+
+Answer = Schedule | Update | Reset | Snapshot | Died
 
 
 class Recording(msgspec.Struct, frozen=True):
@@ -135,8 +143,12 @@ class RecordedScheduler:
         self._scheduler.add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Plan one step."""
-        output = self._scheduler.schedule(throttle_prefills)
+        """Plan one step, or keep what was raised instead."""
+        try:
+            output = self._scheduler.schedule(throttle_prefills)
+        except (CallFailed, SchedulerDiedError) as error:
+            self.answers.append(Died(str(error).splitlines()[0]))
+            raise
         self.answers.append(Schedule(output))
         self.snapshot()
         return output
@@ -187,8 +199,17 @@ class _TraceScheduler:
         """Queue a request."""
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """Return the next plan."""
-        return self._next(Schedule).result
+        """Return the next plan.
+
+        Raises
+        ------
+        SchedulerDiedError
+            If the recorded scheduler raised here.
+        """
+        answer = cast("Schedule | Died", self._next(Schedule, Died))
+        if isinstance(answer, Died):
+            raise SchedulerDiedError(answer.result)
+        return answer.result
 
     def update_from_output(
         self, output: SchedulerOutput, sampled: Mapping[str, tuple[int, ...]]
@@ -213,12 +234,12 @@ class _TraceScheduler:
         """Return the state recorded at this point."""
         return self._next(Snapshot).result
 
-    def _next(self, kind: type[T]) -> T:
+    def _next(self, *kinds: type[T]) -> T:
         answer = next(self._answers, None)
-        if not isinstance(answer, kind):
+        if not isinstance(answer, kinds):
             recorded = "its end" if answer is None else type(answer).__name__.lower()
             raise ImplementationFailed(
-                f"the trace has {recorded} where {kind.__name__.lower()} was called"
+                f"the trace has {recorded} where {kinds[0].__name__.lower()} was called"
             )
         return answer
 

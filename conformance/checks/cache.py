@@ -27,6 +27,7 @@ from servespec.reference.contracts import (
     PauseState,
     Request,
     RequestStatus,
+    SchedulerDiedError,
     SchedulerOutput,
     SchedulerSnapshot,
 )
@@ -414,10 +415,18 @@ def check(case: Case, implementation: SchedulerFactory, tally: Tally) -> None:
     DivergedError
     ImplementationFailed
     """
-    config = case.config
-    configs = (config.scheduler, config.cache, config.speculative)
-    watched = WatchedScheduler(attempt(implementation.make_scheduler, *configs), config)
-    for driven in drive(watched, case.workload, config):
+    configs = (case.config.scheduler, case.config.cache, case.config.speculative)
+    made = attempt(implementation.make_scheduler, *configs)
+    try:
+        _watch(WatchedScheduler(made, case.config), case, tally)
+    except ImplementationFailed as error:
+        # Where the release that the quirks reproduce dies, so does whoever reproduces it.
+        if not isinstance(error.__cause__, SchedulerDiedError):
+            raise
+
+
+def _watch(watched: WatchedScheduler, case: Case, tally: Tally) -> None:
+    for driven in drive(watched, case.workload, case.config):
         count_schedule(tally, driven.output, watched.before, watched.state)
         count_outputs(tally, driven.outputs)
         tally.steps += 1

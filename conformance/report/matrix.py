@@ -53,7 +53,7 @@ def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -
     """
     sums: dict[tuple[Layout, str], _Sum] = {}
     combinations = set()
-    stops = 0
+    deaths = 0
     live = Console(stderr=True)
     progress = Progress(
         TextColumn("matrix"),
@@ -67,11 +67,10 @@ def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -
         bar = progress.add_task("", total=steps)
         for found in results:
             combinations.add(found.combination)
-            if found.stopped is not None:
-                stops += 1
+            if found.died is not None:
+                deaths += 1
                 progress.console.print(
-                    f"stopped by itself: {found.combination}, seed {found.seed}: "
-                    f"{found.stopped.reason}"
+                    f"died by itself: {found.combination}, seed {found.seed}: {found.died}"
                 )
             for name, result in found.results.items():
                 sums.setdefault((found.combination.layout, name), _Sum()).add(result)
@@ -80,8 +79,8 @@ def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -
                     progress.console.print(failure_text(Failure.of("scheduling", result, None)))
             progress.advance(bar, max((r.steps for r in found.results.values()), default=0))
     _print_tables(sums, len(combinations), console)
-    if stops:
-        console.print(f"{stops} cases end early, where the real scheduler raised an error")
+    if deaths:
+        console.print(f"{deaths} cases end early, where the real scheduler died by itself")
     return not any(total.diverged for total in sums.values())
 
 

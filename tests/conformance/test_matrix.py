@@ -103,22 +103,25 @@ def test_a_case_that_diverges_is_written_and_can_be_replayed(tmp_path: Path) -> 
     assert written.case.suite == "scheduling"
 
 
-def test_steps_before_the_real_one_raises_are_compared() -> None:
+def test_where_the_real_one_dies_the_others_have_to() -> None:
+    dying = raising(CallFailed("schedule raised AssertionError"), 5)
     reference = ReferenceImplementation()
-    results = list(run_matrix(raising(CallFailed("schedule raised"), 5), [reference], steps=1))
-    assert all(found.stopped is not None for found in results)
-    assert [found.results["reference"].steps for found in results] == [5, 5, 5]
-    assert all(found.results["reference"].divergence is None for found in results)
-    ok, text = shown(raising(CallFailed("schedule raised AssertionError"), 5), reference)
+    results = list(run_matrix(dying, [dying, reference], steps=1))
+    assert all(found.died == "schedule raised AssertionError" for found in results)
+    assert [found.results["raising"].steps for found in results] == [5, 5, 5]
+    assert all(found.results["raising"].divergence is None for found in results)
+    for found in results:
+        divergence = found.results["reference"].divergence
+        assert divergence is not None
+        assert divergence.step == 5
+        assert divergence.expected == "an error: schedule raised AssertionError"
+    ok, text = shown(dying, dying)
     assert ok
-    assert "3 cases end early, where the real scheduler raised an error" in text
+    assert "3 cases end early, where the real scheduler died by itself" in text
 
 
-@pytest.mark.parametrize(
-    "real", [raising(ImplementationFailed("it died"), 5), raising(CallFailed("it raised"), 0)]
-)
-def test_a_real_scheduler_that_fails_ends_its_case_only(real: ReferenceImplementation) -> None:
-    reference = ReferenceImplementation()
+def test_a_real_scheduler_that_fails_ends_its_case_only() -> None:
+    reference, real = ReferenceImplementation(), raising(ImplementationFailed("it hangs"), 5)
     results = list(run_matrix(real, [reference], steps=1))
     assert len(results) == 3
     assert all(found.results["raising"].verdict is Verdict.FAILED for found in results)
