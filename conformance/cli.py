@@ -256,6 +256,31 @@ def implementations() -> None:
     for name, what in BUILT_IN.items():
         click.echo(f"{name:<16}{what}")
     click.echo(f"{'module:object':<16}your own: any object that offers a factory, see README.md")
+    from servespec.fast.backends.registry import statuses
+
+    click.echo("\nbackends of the kernels of fast (without any, plain torch operations serve)")
+    for status in statuses():
+        click.echo(f"{status.name:<16}{status.reason or 'runs here'}")
+
+
+@main.command("compile")
+@click.option("--target", "targets", multiple=True, help="A chip; repeat. All three if left out.")
+@click.option("--kernel", "kernels", multiple=True, help="Operations whose name has this; repeat.")
+@click.option("--json", "json_file", type=_PATH, help="Write the results as JSON.")
+def compile_kernels(
+    targets: tuple[str, ...], kernels: tuple[str, ...], json_file: Path | None
+) -> None:
+    """Take every kernel through the Ascend compiler, up to planned on-chip memory."""
+    from servespec.conformance.compile import compile_kernels as run_compiler
+    from servespec.conformance.report.compile import show_compilations
+
+    if json_file is not None:
+        require_writable(json_file)
+    results = run_compiler(targets, kernels)
+    show_compilations(results, Console())
+    if json_file is not None:
+        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(results), indent=1))
+    raise SystemExit(0 if all(result.ok for result in results) else 1)
 
 
 @main.command()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from servespec.conformance.adapters.base import Weights
+from servespec.fast.backends.registry import choose
 from servespec.fast.batch import InputBatch
 from servespec.fast.batch.record import moves_of
 from servespec.fast.engine import Engine
+from servespec.fast.kernels.operations import operations
 from servespec.fast.scheduling.v0 import Scheduler as V0Scheduler
 from servespec.fast.scheduling.v1 import Scheduler
 from servespec.reference.contracts import (
@@ -122,9 +125,21 @@ def poisoned(engine: Engine) -> Engine:
 
 
 class FastImplementation:
-    """The fast path as an implementation."""
+    """The fast path as an implementation.
+
+    Attributes
+    ----------
+    make_kernels : callable
+        Returns the operations that have kernels, by name; missing where no backend runs.
+    """
 
     name = "fast"
+
+    def __init__(self) -> None:
+        backend = choose()
+        if backend is not None:
+            # Without Triton there are no kernels to check, and so no factory for them.
+            self.make_kernels = partial(operations, backend)
 
     def make_scheduler(
         self,

@@ -21,7 +21,13 @@ BUILT_IN = {
 }
 """Implementations known by name, and what they are."""
 
-FACTORIES = ("make_scheduler", "make_v0_scheduler", "make_batch", "make_engine")
+FACTORIES = (
+    "make_scheduler",
+    "make_v0_scheduler",
+    "make_batch",
+    "make_engine",
+    "make_kernels",
+)
 """Methods of which an implementation offers at least one."""
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from servespec.conformance.verdicts import Divergence, ExpectedStep
+from servespec.conformance.workloads.kernels import KernelCase
 from servespec.conformance.workloads.workload import Workload
 from servespec.conformance.workloads.workload_plans import PlannedStep
 from servespec.conformance.workloads.workload_v0 import V0Case
@@ -56,6 +57,8 @@ class Case:
         What suite ``batch`` is given in place of a workload, whose plans a scheduler makes.
     v0 : V0Case or None
         What suite ``scheduling-v0`` runs; its cases leave `config` and `workload` unused.
+    kernel : KernelCase or None
+        What suite ``kernels`` runs; its cases leave `config` and `workload` unused.
     """
 
     suite: str
@@ -65,6 +68,7 @@ class Case:
     dtype: Dtype = "float32"
     plans: tuple[PlannedStep, ...] | None = None
     v0: V0Case | None = None
+    kernel: KernelCase | None = None
 
     @property
     def num_requests(self) -> int:

@@ -16,8 +16,10 @@ from typing import Any
 
 from servespec.conformance.cases.case import Case
 from servespec.conformance.cases.shrink_plans import Plans, plan_changes, without_group
+from servespec.conformance.cases.shrink_kernels import kernel_changes
 from servespec.conformance.cases.shrink_v0 import v0_changes
 from servespec.conformance.verdicts import CaseResult
+from servespec.conformance.workloads.kernels import KernelCase
 from servespec.conformance.workloads.workload import WorkloadStep
 from servespec.conformance.workloads.workload_v0 import V0Case
 from servespec.reference.contracts import (
@@ -123,6 +125,10 @@ def simpler(case: Case, result: CaseResult) -> Iterator[Case]:
 
 def _changes(case: Case, result: CaseResult) -> Iterator[Change]:
     last = result.divergence.step if result.divergence is not None else None
+    if case.kernel is not None:
+        for change_kernel in kernel_changes(case.kernel):
+            yield partial(_change_kernel, change=change_kernel)
+        return
     if case.v0 is not None:
         for change in v0_changes(case.v0, last):
             yield partial(_change_v0, change=change)
@@ -147,6 +153,10 @@ def _changes(case: Case, result: CaseResult) -> Iterator[Change]:
             yield partial(_map_requests, change=on_request, only=name)
     yield from _plainer_configuration(case)
     yield from _smaller_model(case)
+
+
+def _change_kernel(case: Case, change: Callable[[KernelCase], KernelCase]) -> Case:
+    return case if case.kernel is None else replace(case, kernel=change(case.kernel))
 
 
 def _change_v0(case: Case, change: Callable[[V0Case], V0Case]) -> Case:

@@ -7,6 +7,7 @@ from servespec.conformance.checks import (
     cache,
     engine,
     invariance,
+    kernels,
     model,
     scheduling,
     scheduling_v0,
@@ -20,6 +21,7 @@ SUITES: dict[str, Suite] = {
     for each in (
         scheduling.SUITE,
         scheduling_v0.SUITE,
+        kernels.SUITE,
         cache.SUITE,
         batch.SUITE,
         model.SUITE,

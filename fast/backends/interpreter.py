@@ -7,8 +7,9 @@ order, so that one that leans on what another wrote shows.
 The interpreter as shipped keeps bfloat16 as integers and computes with those in places; three of
 its operations are replaced by ones that go through float32 and round to nearest, halves to even.
 
-TileLens (PyPI) checks accesses too; it traces kernels for its viewer with packages of its own, and
-takes all tensors of a launch for one allowed memory. The check here needs none of that.
+TileLens (PyPI) has such a check too: it proves, with an SMT solver, that no access of a traced
+kernel can leave its tensor. It brings a solver, a web server and more along, and a kernel under it
+computes nothing; here every access of an ordinary run is looked at, whose results are compared.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ Every row is one equation: its last ``n`` tokens attend to its first ``m``, quer
 by tile and keeps a running maximum, sum and mixture (Milakov and Gimelshein, "Online normalizer
 calculation for softmax", arXiv 1805.02867; Dao et al., "FlashAttention", arXiv 2205.14135).
 
+Products of a tile below 32 keys are float32 whatever is stored: the compiler for A5 cannot do
+others of that width.
+
 A tile never reaches over the end of a block, so its keys are one strided read. Keys past the end
 of a row are masked out of the read itself: what is stored there does not matter.
 
@@ -46,6 +49,8 @@ def _decode(
         q = tl.load(Q + q_place)
     else:
         q = tl.load(Q + q_place, mask=h[:, None] < SHARE, other=0.0)
+    if TILE < 32:
+        q = q.to(tl.float32)
     peak = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, D], tl.float32)
@@ -59,14 +64,14 @@ def _decode(
         place = page * s_page + first * s_slot + head * s_head
         place = place + n[:, None] * s_slot + d[None, :]
         seen = start + n < length
-        k = tl.load(KeyPages + place, mask=seen[:, None], other=0.0)
+        k = tl.load(KeyPages + place, mask=seen[:, None], other=0.0).to(q.dtype)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         score = tl.where(seen[None, :], score, -1e30)
         new_peak = tl.maximum(peak, tl.max(score, 1))
         weight = tl.exp(score - new_peak[:, None])
         fade = tl.exp(peak - new_peak)
         total = total * fade + tl.sum(weight, 1)
-        v = tl.load(ValuePages + place, mask=seen[:, None], other=0.0)
+        v = tl.load(ValuePages + place, mask=seen[:, None], other=0.0).to(q.dtype)
         mixed = mixed * fade[:, None]
         mixed = tl.dot(weight.to(v.dtype), v, mixed, input_precision="ieee")
         peak = new_peak
@@ -202,6 +207,8 @@ def _prefill(
             mask=i[:, None] < count,
             other=0.0,
         )
+        if TILE < 32:
+            q = q.to(tl.float32)
         peak = tl.full([QUERIES], -1e30, tl.float32)
         total = tl.zeros([QUERIES], tl.float32)
         mixed = tl.zeros([QUERIES, D], tl.float32)
@@ -217,14 +224,14 @@ def _prefill(
             place = place + (head // share) * s_head
             place = place + n[:, None] * s_slot + d[None, :]
             key = start + n
-            k = tl.load(Keys + place, mask=key[:, None] < length, other=0.0)
+            k = tl.load(Keys + place, mask=key[:, None] < length, other=0.0).to(q.dtype)
             score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
             score = tl.where(key[None, :] <= context + i[:, None], score, -1e30)
             new_peak = tl.maximum(peak, tl.max(score, 1))
             weight = tl.exp(score - new_peak[:, None])
             fade = tl.exp(peak - new_peak)
             total = total * fade + tl.sum(weight, 1)
-            v = tl.load(Values + place, mask=key[:, None] < length, other=0.0)
+            v = tl.load(Values + place, mask=key[:, None] < length, other=0.0).to(q.dtype)
             mixed = mixed * fade[:, None]
             mixed = tl.dot(weight.to(v.dtype), v, mixed, input_precision="ieee")
             peak = new_peak

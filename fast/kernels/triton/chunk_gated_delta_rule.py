@@ -8,8 +8,9 @@ Within a chunk, with ``G_i`` the running sum of ``g`` and ``D_ij = exp(G_i - G_j
     O  = exp(G) Q S^T + ((Q K^T) o D) V'
     S <- exp(G_last) S + V'^T (exp(G_last - G) K)
 
-One kernel prepares G, U, W and ``(Q K^T) o D`` of all chunks side by side; the other passes the
-states through the chunks of a row, a tile of ``dv`` a program. A chunk's missing tokens count as
+One kernel inverts ``I + L`` for all chunks side by side, one applies the inverse, and the last
+passes the states through the chunks of a row, a tile of ``dv`` a program: three, because the tiles
+of the first two together are more than a core's memory. A chunk's missing tokens count as
 ``g = beta = 0``, which adds nothing.
 
 Source: ``torch_chunk_gated_delta_rule`` of transformers' ``modeling_qwen3_5.py``; Yang et al.,
@@ -34,53 +35,80 @@ _TILE = 32
 
 
 @triton.jit
-def _prepare(
-    Q, K, V, G, Beta, Chunks, U, W, Scores, Sums, s_q, s_k, s_v, value_heads, share,
-    CHUNK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+def _decay(sums):
+    """Return ``exp(G_i - G_j)``, and 1 where that would be more: above the diagonal."""
+    return tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
+
+
+@triton.jit
+def _solve(
+    K, G, Beta, Chunks, Solved, Sums, s_k, tokens, share,
+    CHUNK: tl.constexpr, DK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     chunk = tl.program_id(1)
     first = tl.load(Chunks + chunk * 2)
-    count = tl.load(Chunks + chunk * 2 + 1)
     i = tl.arange(0, CHUNK)
-    inside = i < count
+    inside = i < tl.load(Chunks + chunk * 2 + 1)
     d = tl.arange(0, DK)
-    e = tl.arange(0, DV)
     token = first + i
-    index = token * value_heads + head
-    g = tl.load(G + index, mask=inside, other=0.0)
-    beta = tl.load(Beta + index, mask=inside, other=0.0)
-    sums = tl.cumsum(g, 0)
+    index = head * tokens + token
+    sums = tl.cumsum(tl.load(G + index, mask=inside, other=0.0), 0)
     tl.store(Sums + index, sums, mask=inside)
-    key_place = token[:, None] * s_k + (head // share) * DK + d[None, :]
-    k = tl.load(K + key_place, mask=inside[:, None], other=0.0).to(tl.float32)
-    causal = i[:, None] >= i[None, :]
-    decay = tl.exp(tl.where(causal, sums[:, None] - sums[None, :], -1e30))
-    k_transposed = tl.trans(k)
-    solved = tl.dot(k, k_transposed, input_precision="ieee") * decay * beta[:, None]
+    beta = tl.load(Beta + index, mask=inside, other=0.0)
+    place = token[:, None] * s_k + (head // share) * DK + d[None, :]
+    k = tl.load(K + place, mask=inside[:, None], other=0.0).to(tl.float32)
+    solved = tl.dot(k * beta[:, None], tl.trans(k), input_precision="ieee") * _decay(sums)
     # Row by row, -L becomes (I + L)^-1 - I: row i needs the rows above it alone.
     solved = tl.where(i[:, None] > i[None, :], -solved, 0.0)
     for r in range(1, CHUNK):
-        row = tl.sum(tl.where(i[:, None] == r, solved, 0.0), 0)
+        this = (i == r)[:, None]
+        row = tl.sum(tl.where(this, solved, 0.0), 0)
         row = row + tl.sum(row[:, None] * solved, 0)
-        solved = tl.where(i[:, None] == r, row[None, :], solved)
+        solved = tl.where(this, row[None, :], solved)
     solved = solved + tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-    grown = k * (beta * tl.exp(sums))[:, None]
-    w = tl.dot(solved, grown, input_precision="ieee")
-    tl.store(W + index[:, None] * DK + d[None, :], w, mask=inside[:, None])
-    value_place = token[:, None] * s_v + head * DV + e[None, :]
-    v = tl.load(V + value_place, mask=inside[:, None], other=0.0).to(tl.float32)
-    u = tl.dot(solved, v * beta[:, None], input_precision="ieee")
-    tl.store(U + index[:, None] * DV + e[None, :], u, mask=inside[:, None])
-    query_place = token[:, None] * s_q + (head // share) * DK + d[None, :]
-    q = tl.load(Q + query_place, mask=inside[:, None], other=0.0).to(tl.float32)
-    scores = tl.dot(q, k_transposed, input_precision="ieee") * decay
-    tl.store(Scores + index[:, None] * CHUNK + i[None, :], scores, mask=inside[:, None])
+    tl.store(Solved + index[:, None] * CHUNK + i[None, :], solved, mask=inside[:, None])
+
+
+@triton.jit
+def _apply(
+    Q, K, V, Beta, Chunks, Solved, Sums, U, W, Scores, s_q, s_k, s_v, tokens, share,
+    CHUNK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    chunk = tl.program_id(1)
+    first = tl.load(Chunks + chunk * 2)
+    i = tl.arange(0, CHUNK)
+    inside = i < tl.load(Chunks + chunk * 2 + 1)
+    token = first + i
+    index = head * tokens + token
+    sums = tl.load(Sums + index, mask=inside, other=0.0)
+    beta = tl.load(Beta + index, mask=inside, other=0.0)
+    square = index[:, None] * CHUNK + i[None, :]
+    solved = tl.load(Solved + square, mask=inside[:, None], other=0.0)
+    for start in range(0, DV, TILE):
+        e = start + tl.arange(0, TILE)
+        place = token[:, None] * s_v + head * DV + e[None, :]
+        v = tl.load(V + place, mask=inside[:, None], other=0.0).to(tl.float32)
+        u = tl.dot(solved, v * beta[:, None], input_precision="ieee")
+        tl.store(U + index[:, None] * DV + e[None, :], u, mask=inside[:, None])
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for start in range(0, DK, TILE):
+        d = start + tl.arange(0, TILE)
+        place = token[:, None] * s_k + (head // share) * DK + d[None, :]
+        k = tl.load(K + place, mask=inside[:, None], other=0.0).to(tl.float32)
+        w = tl.dot(solved, k * (beta * tl.exp(sums))[:, None], input_precision="ieee")
+        tl.store(W + index[:, None] * DK + d[None, :], w, mask=inside[:, None])
+        place = token[:, None] * s_q + (head // share) * DK + d[None, :]
+        q = tl.load(Q + place, mask=inside[:, None], other=0.0).to(tl.float32)
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+    scores = tl.where(i[:, None] >= i[None, :], scores * _decay(sums), 0.0)
+    tl.store(Scores + square, scores, mask=inside[:, None])
 
 
 @triton.jit
 def _pass(
-    Q, K, U, W, Scores, Sums, S, Slots, Starts, O, s_q, s_k, s_slot, value_heads, share,
+    Q, K, U, W, Scores, Sums, S, Slots, Starts, O, s_q, s_k, s_slot, tokens, value_heads, share,
     CHUNK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
@@ -97,9 +125,9 @@ def _pass(
         for start in range(first, last, CHUNK):
             token = start + i
             inside = token < last
-            index = token * value_heads + head
+            index = head * tokens + token
             sums = tl.load(Sums + index, mask=inside, other=0.0)
-            end = tl.load(Sums + (tl.minimum(start + CHUNK, last) - 1) * value_heads + head)
+            end = tl.load(Sums + head * tokens + tl.minimum(start + CHUNK, last) - 1)
             w = tl.load(W + index[:, None] * DK + d[None, :], mask=inside[:, None], other=0.0)
             u = tl.load(U + index[:, None] * DV + e[None, :], mask=inside[:, None], other=0.0)
             added = u - tl.dot(w, tl.trans(s), input_precision="ieee")
@@ -110,7 +138,8 @@ def _pass(
                 Scores + index[:, None] * CHUNK + i[None, :], mask=inside[:, None], other=0.0
             )
             read = tl.dot(scores, added, read, input_precision="ieee")
-            tl.store(O + index[:, None] * DV + e[None, :], read, mask=inside[:, None])
+            place = (token * value_heads + head)[:, None] * DV + e[None, :]
+            tl.store(O + place, read, mask=inside[:, None])
             place = token[:, None] * s_k + (head // share) * DK + d[None, :]
             k = tl.load(K + place, mask=inside[:, None], other=0.0).to(tl.float32)
             k = k * tl.exp(end - sums)[:, None]
@@ -183,23 +212,35 @@ def chunk_gated_delta_rule(
     out = torch.zeros((tokens, heads, dv), dtype=torch.float32, device=v.device)
     if not len(chunks):
         return out
-    u, w = empty(tokens, heads, dv), empty(tokens, heads, dk)
-    scores, sums = empty(tokens, heads, _CHUNK), empty(tokens, heads)
+    # What belongs to a head lies together: vectors of a stride cost the Ascend compiler eight times
+    # their size in padding.
+    g, beta = g.t().contiguous(), beta.t().contiguous()
+    u, w = empty(heads, tokens, dv), empty(heads, tokens, dk)
+    solved, scores = (empty(heads, tokens, _CHUNK) for _ in range(2))
+    sums = empty(heads, tokens)
     backend.launch(
-        _prepare,
+        _solve,
         (heads, len(chunks)),
-        *(q, k, v, g, beta, chunks, u, w, scores, sums),
-        *(q.stride(0), k.stride(0), v.stride(0), heads, share),
+        *(k, g, beta, chunks, solved, sums, k.stride(0), tokens, share),
+        CHUNK=_CHUNK,
+        DK=dk,
+    )
+    backend.launch(
+        _apply,
+        (heads, len(chunks)),
+        *(q, k, v, beta, chunks, solved, sums, u, w, scores),
+        *(q.stride(0), k.stride(0), v.stride(0), tokens, share),
         CHUNK=_CHUNK,
         DK=dk,
         DV=dv,
+        TILE=min(dk, dv, _CHUNK),
     )
     tile = min(dv, _TILE)
     backend.launch(
         _pass,
         (heads, dv // tile, len(slots)),
         *(q, k, u, w, scores, sums, states, slots, query_start_loc, out),
-        *(q.stride(0), k.stride(0), states.stride(0), heads, share),
+        *(q.stride(0), k.stride(0), states.stride(0), tokens, heads, share),
         CHUNK=_CHUNK,
         DK=dk,
         DV=dv,
