@@ -13,7 +13,13 @@ from servespec.conformance.faults.fault import Fault
 from servespec.conformance.session import draw_cases
 from servespec.conformance.verdicts import Divergence, run_check
 
-__all__ = ["Finding", "self_test", "try_suite"]
+__all__ = ["CONTROL_CASES", "FAULT_CASES", "Finding", "self_test", "try_suite"]
+
+FAULT_CASES = 100
+"""Cases within which a suite must find a fault."""
+
+CONTROL_CASES = 10
+"""Cases in which a suite must not report the negative control."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,4 +85,5 @@ def self_test(faults: Sequence[Fault], seed: int = 0) -> Iterator[Finding]:
     """
     for fault in faults:
         for name in fault.suites or ("model", "engine"):
-            yield try_suite(fault, SUITES[name], 100 if fault.suites else 10, seed)
+            cases = FAULT_CASES if fault.suites else CONTROL_CASES
+            yield try_suite(fault, SUITES[name], cases, seed)

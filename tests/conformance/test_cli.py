@@ -15,7 +15,7 @@ from servespec.conformance.cases import files
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.registry import SUITES
 from servespec.conformance.cli import main
-from servespec.conformance.faults import catalogue
+from servespec.conformance.faults import catalogue, self_test
 from servespec.conformance.session import draw_cases
 from servespec.reference.models import checkpoint, tiny
 
@@ -56,7 +56,7 @@ def test_a_planted_fault_is_found_shrunk_and_replayed(
 ) -> None:
     result = servespec(
         "check", "--suite", "engine", "--impl", f"{FAULTS}:{fault}", "--jobs", 1,
-        "--cases", 60, "--shrink-seconds", 6, "--json", "report.json", "--junit", "report.xml",
+        "--cases", 60, "--shrink-seconds", 4, "--json", "report.json", "--junit", "report.xml",
     )  # fmt: skip
     assert result.exit_code == 1, result.output
     assert "does not agree" in result.stdout
@@ -86,10 +86,11 @@ def test_a_planted_fault_is_found_shrunk_and_replayed(
     assert again.exit_code == 1, again.output
     # Not which logit is worst: what a stale slot holds differs from run to run.
     assert f"step {first['step']}, request {first['request']}, {place}" in again.stdout
-    # What the fault breaks, the fast path has right.
-    mended = servespec("replay", first["case_file"], "--impl", "fast")
-    assert mended.exit_code == 0, mended.output
-    assert "fast agrees" in mended.stdout
+    if fault == "one_key_too_many":
+        # What the fault breaks, the fast path has right.
+        mended = servespec("replay", first["case_file"], "--impl", "fast")
+        assert mended.exit_code == 0, mended.output
+        assert "fast agrees" in mended.stdout
 
 
 def test_a_run_that_agrees_says_so_in_every_form(tmp_path: Path) -> None:
@@ -264,6 +265,7 @@ def test_faults_fails_if_one_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "scheduler_output.num_scheduled_tokens" in result.stdout
     unseen = replace(found, name="unseen", configuration=None, suites=("batch",))
     monkeypatch.setattr(catalogue, "FAULTS", (unseen,))
+    monkeypatch.setattr(self_test, "FAULT_CASES", 2)
     result = servespec("faults")
     assert result.exit_code == 1
     assert "nothing  WRONG" in result.stdout
