@@ -54,9 +54,8 @@ def update_outputs(
             continue
 
         was_running = request.status is RequestStatus.RUNNING
-        if not is_stale:
-            drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
-            request = settle(request, drafts - (len(tokens) - 1) if drafts else 0)
+        drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+        request = settle(request, drafts - (len(tokens) - 1) if drafts else 0)
         request, kept = append_tokens(state, request, tokens)
         if state.config.async_scheduling:
             if not is_stale:
@@ -85,7 +84,10 @@ def update_outputs(
 
 
 def settle(request: RequestState, num_rejected: int) -> RequestState:
-    """Take rejected drafts off the counters that were advanced as if all were accepted."""
+    """Take rejected drafts off the counters that were advanced as if all were accepted.
+
+    A preemption has set the counters to 0, where stale output finds and leaves them.
+    """
     if num_rejected == 0:
         return request
     computed, placeholders = request.num_computed_tokens, request.num_output_placeholders

@@ -68,6 +68,13 @@ def test_a_state_behind_nulls_is_found(leaks):
     assert gdn.remove_skipped(pool, PLAIN, held, 20, leaks)[1].blocks == (0, 0, 0, 0, 2)
 
 
+def test_the_state_before_the_drafts_is_the_one_that_is_remembered():
+    pool, held, _ = grown(DRAFTS, 8, 20)
+    assert held.blocks == (0, 1, 0, 0, 2, 3, 4)
+    held = gdn.remove_skipped(pool, DRAFTS, held, 20, leaks=True)[1]
+    assert held.blocks == (0, 0, 0, 0, 2, 3, 4)
+
+
 def published(pool, held, entry):
     """A table one of whose blocks was published for a prefix that ends inside it."""
     key = HashKey(0, b"tail")

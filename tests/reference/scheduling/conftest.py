@@ -70,6 +70,14 @@ class Driver:
         self.update(**sampled)
         return scheduled
 
+    def until(self, reached):
+        """Step until something holds, which must not take long."""
+        for _ in range(30):
+            if reached():
+                return
+            self.step()
+        raise AssertionError("not reached in 30 steps")
+
     def finish(self, *names, status=RequestStatus.FINISHED_ABORTED):
         self.state = v1.finish_requests(self.state, names, status)
 

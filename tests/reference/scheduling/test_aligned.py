@@ -1,16 +1,21 @@
 """Chunks and states of a hybrid model whose GDN states are kept at block boundaries."""
 
+from dataclasses import replace
+
 import pytest
 
 from servespec.reference.contracts import ConfigError
+from servespec.reference.scheduling.chunks import aligned_split
 
 
 def chunks(d, name):
     """Chunks of a request up to its first output token."""
     sizes = []
-    while d[name].num_output_tokens == 0:
+    for _ in range(30):
         sizes.append(d.step().get(name, 0))
-    return sizes
+        if d[name].num_output_tokens > 0:
+            return sizes
+    raise AssertionError(sizes)
 
 
 def test_mode_none_cannot_cache_prefixes(aligned):
@@ -36,6 +41,19 @@ def test_eagle_stops_one_block_earlier(aligned):
 def test_a_block_wider_than_the_budget_is_filled_in_parts(aligned):
     d = aligned(budget=3, max_num_seqs=1).add("a", 9)
     assert chunks(d, "a") == [3, 1, 3, 1, 1]
+
+
+def test_a_chunk_that_starts_inside_a_block_stops_at_its_end(aligned):
+    # With a drafter the boundary at 4 is no stop of its own.
+    d = aligned(budget=3, max_num_seqs=1, method="mtp", drafts=1, num_blocks=40).add("a", 6)
+    assert chunks(d, "a") == [3, 1, 2]
+
+
+def test_a_junction_inside_a_block_stops_at_the_boundary_before(aligned):
+    d = aligned(budget=64, unit=1).add("a", 30)
+    request = replace(d["a"], shared_prefix_boundary=14)
+    assert aligned_split(d.state, request, 0, 30) == 12
+    assert aligned_split(d.state, request, 4, 26) == 8
 
 
 def test_the_last_hash_unit_of_the_prompt_is_a_stop(aligned):

@@ -128,6 +128,41 @@ def test_a_victim_scheduled_in_the_same_step_leaves_the_plan(driver):
     assert before.state.running == ("low", "high")
 
 
+def test_tokens_of_a_victim_go_to_those_behind_it(driver):
+    d = driver(
+        budget=6,
+        num_blocks=8,
+        policy="priority",
+        long_prefill_token_threshold=4,
+        scheduler_reserve_full_isl=False,
+    )
+    d.add("low", 18, priority=9)
+    assert d.step() == {"low": 4}
+    d.add("high", 2, max_tokens=30)
+    assert d.step() == {"low": 4, "high": 2}
+    d.add("mid", 40, priority=1)
+    assert d.step() == {"low": 4, "high": 1, "mid": 1}
+    assert d.step() == {"low": 4, "high": 1, "mid": 1}
+    # low is given its 4 tokens first, then high needs a block and takes low's: with 1 token left
+    # of the budget mid would have that, with low's 4 it takes all that the threshold allows.
+    assert d.step() == {"high": 1, "mid": 4}
+    assert d.output.preempted_req_ids == {"low"}
+
+
+def test_tokens_are_sent_again_only_to_a_worker_that_dropped_the_row(driver):
+    d = driver(budget=4, max_num_seqs=2).add("a", 2, max_tokens=20)
+    d.step()
+    d.add("b", 9)
+    d.step()
+    assert d.output.scheduled_cached_reqs.all_token_ids == {}
+    d.schedule(throttle=True)
+    d.update()
+    d.step()
+    cached = d.output.scheduled_cached_reqs
+    assert cached.req_ids == ("a", "b")
+    assert cached.all_token_ids == {"b": d["b"].all_token_ids}
+
+
 def test_drafts_follow_the_known_tokens_and_are_used_up(driver):
     d = driver(budget=3, method="ngram", drafts=4).add("a", 3)
     d.step()
@@ -159,7 +194,10 @@ def test_throttling_holds_chunks_back_while_decodes_run(driver):
     d.step()
     d.add("b", 9)
     assert d.step() == {"a": 1, "b": 3}
+    d.add("c", 1)
     assert d.schedule(throttle=True) == {"a": 1}
+    # A step that holds prefills back says nothing about how many there are.
+    assert not d.state.prefill_capacity_bound
     d.update()
     assert d.step() == {"a": 1, "b": 3}
 
@@ -180,8 +218,7 @@ def test_a_preempted_request_resumes_with_its_tokens_and_its_whole_table(driver,
     d.step()
     d.step()
     assert d.output.preempted_req_ids == {"b"}
-    while "b" not in d.state.running:
-        d.step()
+    d.until(lambda: "b" in d.state.running)
     rows = d.output.scheduled_cached_reqs
     assert rows.req_ids[-1] == "b"
     assert rows.resumed_req_ids == {"b"}

@@ -89,14 +89,16 @@ def test_stale_output_sets_a_request_aside_until_it_arrives(driver):
     d.schedule()
     first = d.output
     d.schedule()
-    second = d.output
-    assert second.preempted_req_ids == {"b"}
+    assert d.output.preempted_req_ids == {"b"}
+    assert (d["b"].num_output_placeholders, d["b"].num_stale_output_tokens) == (0, 4)
     d.finish("a")
     # There is room, but b's first token is still to come.
     assert d.schedule() == {}
     assert d.state.skipped_waiting == ("b",)
     d.update(first, b=(2,))
     assert d["b"].output_token_ids == (2,)
+    # Counters that were set back are left alone.
+    assert (d["b"].num_computed_tokens, d["b"].num_output_placeholders) == (0, 0)
     assert d.schedule() == {"b": 5}
     assert d.state.skipped_waiting == ()
 
