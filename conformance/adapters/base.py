@@ -8,12 +8,14 @@ imports such an object.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from servespec.conformance.workloads.workload_attention import AttentionConfig
 from servespec.reference.contracts import (
+    AttentionMetadata,
     BatchRecord,
     CacheConfig,
     EngineConfig,
@@ -31,6 +33,9 @@ from servespec.reference.contracts import (
 )
 
 __all__ = [
+    "AnyArray",
+    "AttentionFactory",
+    "AttentionUnderTest",
     "BatchFactory",
     "BatchUnderTest",
     "EngineFactory",
@@ -43,6 +48,8 @@ __all__ = [
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 """Parameters by their Hugging Face checkpoint names."""
+
+AnyArray = npt.NDArray[Any]
 
 
 class SchedulerUnderTest(Protocol):
@@ -101,6 +108,54 @@ class StateSaving(Protocol):
         """
 
 
+class AttentionUnderTest(Protocol):
+    """One attention layer and its cache; everything given and returned is a NumPy array.
+
+    G is the number of K/V heads and D their dimension. Values that go in are float32, exact in the
+    dtype asked for.
+    """
+
+    def load(self, key: AnyArray, value: AnyArray) -> None:
+        """Overwrite the whole cache.
+
+        Both are ``[num_blocks, block_size, G, D]`` float32, NaN where nothing may be read. With
+        INT8 K/V they are int8 memory in the NZ layout.
+        """
+
+    def pages(self) -> tuple[AnyArray, AnyArray]:
+        """Return the whole cache, as `load` takes it."""
+
+    def write(self, key: AnyArray, value: AnyArray, slot_mapping: Sequence[int]) -> None:
+        """Write ``[T, G, D]`` tokens, quantised with INT8 K/V; a slot of -1 writes nothing."""
+
+    def dequantized(
+        self, block_tables: Sequence[Sequence[int]], seq_lens: Sequence[int]
+    ) -> tuple[AnyArray, AnyArray]:
+        """Return what the rows read back, ``[sum of seq_lens, G, D]``; asked with INT8 K/V only."""
+
+    def attend(
+        self, query: AnyArray, key: AnyArray, value: AnyArray, metadata: AttentionMetadata
+    ) -> AnyArray:
+        """Attend to the cache, which holds the step's own tokens already.
+
+        `query` is ``[T, heads, D]`` and so is the result; `key` and `value` are the step's own.
+        Scores are scaled by ``D ** -0.5``. Rows behind the last token have no query and no key.
+        """
+
+    def attend_packed(
+        self,
+        query: AnyArray,
+        key: AnyArray,
+        value: AnyArray,
+        actual_seq_lengths: Sequence[int],
+        actual_seq_lengths_kv: Sequence[int],
+    ) -> AnyArray:
+        """Attend with packed K and V, ``[S, G, D]``; both lengths are cumulative.
+
+        Not asked with INT8 K/V.
+        """
+
+
 class EngineUnderTest(Protocol):
     """A scheduler, a batch and a model together."""
 
@@ -146,6 +201,24 @@ class BatchFactory(Protocol):
 
     def make_batch(self, config: EngineConfig) -> BatchUnderTest:
         """Return an empty batch."""
+
+
+class AttentionFactory(Protocol):
+    """An implementation that can be asked for attention alone."""
+
+    name: str
+
+    def make_attention(
+        self,
+        config: AttentionConfig,
+        dtype: str = "float32",
+        key_scale: AnyArray | None = None,
+        value_scale: AnyArray | None = None,
+    ) -> AttentionUnderTest:
+        """Return a layer.
+
+        The scales, ``[G, D]`` float32 with values of bfloat16, come with INT8 K/V.
+        """
 
 
 class EngineFactory(Protocol):

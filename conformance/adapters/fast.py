@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from servespec.conformance.adapters.base import Weights
+from servespec.conformance.adapters.base import AnyArray, AttentionUnderTest, Weights
+from servespec.conformance.adapters.fast_attention import make_attention
+from servespec.conformance.workloads.workload_attention import AttentionConfig
 from servespec.fast.backends.registry import choose
 from servespec.fast.batch import InputBatch
 from servespec.fast.batch.record import moves_of
@@ -157,6 +159,16 @@ class FastImplementation:
     def make_batch(self, config: EngineConfig) -> FastBatch:
         """Return an empty batch."""
         return FastBatch(InputBatch(config))
+
+    def make_attention(
+        self,
+        config: AttentionConfig,
+        dtype: str = "float32",
+        key_scale: AnyArray | None = None,
+        value_scale: AnyArray | None = None,
+    ) -> AttentionUnderTest:
+        """Return an attention layer and its cache."""
+        return make_attention(config, dtype, key_scale, value_scale)
 
     def make_engine(
         self, model: ModelConfig, weights: Weights, config: EngineConfig, dtype: str = "float32"

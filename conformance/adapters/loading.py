@@ -25,6 +25,7 @@ FACTORIES = (
     "make_scheduler",
     "make_v0_scheduler",
     "make_batch",
+    "make_attention",
     "make_engine",
     "make_kernels",
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from servespec.conformance.adapters.base import Weights
+from servespec.conformance.adapters.base import AnyArray, Weights
+from servespec.conformance.adapters.reference_attention import ReferenceAttention
 from servespec.conformance.adapters.v0_reference import ReferenceV0Scheduler
 from servespec.conformance.cases.case import TinyModel
+from servespec.conformance.workloads.workload_attention import AttentionConfig
 from servespec.reference import engine
 from servespec.reference.batch import persistent, prepare
 from servespec.reference.contracts import (
@@ -180,6 +182,16 @@ class ReferenceImplementation:
     def make_batch(self, config: EngineConfig) -> ReferenceBatch:
         """Return an empty batch."""
         return ReferenceBatch(config)
+
+    def make_attention(
+        self,
+        config: AttentionConfig,
+        dtype: str = "float32",
+        key_scale: AnyArray | None = None,
+        value_scale: AnyArray | None = None,
+    ) -> ReferenceAttention:
+        """Return an attention layer; it computes in float64 whatever `dtype` says."""
+        return ReferenceAttention(config, key_scale, value_scale)
 
     def make_engine(
         self, model: ModelConfig, weights: Weights, config: EngineConfig, dtype: str = "float32"

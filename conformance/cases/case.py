@@ -8,6 +8,7 @@ from typing import Literal
 from servespec.conformance.verdicts import Divergence, ExpectedStep
 from servespec.conformance.workloads.kernels import KernelCase
 from servespec.conformance.workloads.workload import Workload
+from servespec.conformance.workloads.workload_attention import AttentionCase
 from servespec.conformance.workloads.workload_plans import PlannedStep
 from servespec.conformance.workloads.workload_v0 import V0Case
 from servespec.reference.contracts import EngineConfig, ModelConfig, require
@@ -55,6 +56,8 @@ class Case:
         What the implementation computes in; the reference always uses float64.
     plans : tuple of PlannedStep or None
         What suite ``batch`` is given in place of a workload, whose plans a scheduler makes.
+    attention : AttentionCase or None
+        What suite ``attention`` runs; its cases leave `config` and `workload` unused.
     v0 : V0Case or None
         What suite ``scheduling-v0`` runs; its cases leave `config` and `workload` unused.
     kernel : KernelCase or None
@@ -67,12 +70,15 @@ class Case:
     model: TinyModel | None = None
     dtype: Dtype = "float32"
     plans: tuple[PlannedStep, ...] | None = None
+    attention: AttentionCase | None = None
     v0: V0Case | None = None
     kernel: KernelCase | None = None
 
     @property
     def num_requests(self) -> int:
         """Requests of the workload."""
+        if self.attention is not None:
+            return sum(len(step.rows) for step in self.attention.steps)
         if self.plans is not None:
             return sum(len(step.output.scheduled_new_reqs) for step in self.plans)
         return len((self.workload if self.v0 is None else self.v0.workload).requests)

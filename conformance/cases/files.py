@@ -23,6 +23,7 @@ MAX_PARAMETERS = 50_000_000
 MAX_CACHE_VALUES = 100_000_000
 MAX_REQUESTS = 10_000
 MAX_STEPS = 100_000
+MAX_ATTENTION_SCORES = 2**26
 
 
 class CaseError(ValueError):
@@ -118,6 +119,20 @@ def require_sensible(case: Case) -> None:
                 sum(planned.output.num_scheduled_tokens.values()),
                 case.config.scheduler.max_num_batched_tokens,
             )
+    if case.attention is not None:
+        layer, steps_of = case.attention.config, case.attention.steps
+        pages = layer.num_blocks * layer.block_size
+        values = 2 * pages * layer.num_key_value_heads * layer.head_dim
+        _limit("values in the attention cache", values, MAX_CACHE_VALUES)
+        scores = max(
+            (
+                row.num_scheduled_tokens * row.seq_len * layer.num_attention_heads
+                for step in steps_of
+                for row in step.rows
+            ),
+            default=0,
+        )
+        _limit("attention scores of a row", scores, MAX_ATTENTION_SCORES)
     if case.model is not None:
         model = case.model.config
         _limit("model parameters", _num_parameters(model), MAX_PARAMETERS)

@@ -15,12 +15,14 @@ from functools import partial
 from typing import Any
 
 from servespec.conformance.cases.case import Case
-from servespec.conformance.cases.shrink_plans import Plans, plan_changes, without_group
+from servespec.conformance.cases.shrink_attention import attention_changes
 from servespec.conformance.cases.shrink_kernels import kernel_changes
+from servespec.conformance.cases.shrink_plans import Plans, plan_changes, without_group
 from servespec.conformance.cases.shrink_v0 import v0_changes
 from servespec.conformance.verdicts import CaseResult
 from servespec.conformance.workloads.kernels import KernelCase
 from servespec.conformance.workloads.workload import WorkloadStep
+from servespec.conformance.workloads.workload_attention import AttentionCase
 from servespec.conformance.workloads.workload_v0 import V0Case
 from servespec.reference.contracts import (
     LayerType,
@@ -133,6 +135,11 @@ def _changes(case: Case, result: CaseResult) -> Iterator[Change]:
         for change in v0_changes(case.v0, last):
             yield partial(_change_v0, change=change)
         return
+    if case.attention is not None:
+        for change_attention in attention_changes(case.attention, last):
+            yield partial(_change_attention, change=change_attention)
+        yield partial(replace, dtype="float32")
+        return
     if case.plans is not None:
         for change_plans in plan_changes(case.plans, last):
             yield partial(_change_plans, change=change_plans)
@@ -165,6 +172,10 @@ def _change_v0(case: Case, change: Callable[[V0Case], V0Case]) -> Case:
 
 def _change_plans(case: Case, change: Callable[[Plans], Plans]) -> Case:
     return case if case.plans is None else replace(case, plans=change(case.plans))
+
+
+def _change_attention(case: Case, change: Callable[[AttentionCase], AttentionCase]) -> Case:
+    return case if case.attention is None else replace(case, attention=change(case.attention))
 
 
 def _without_group(case: Case, index: int) -> Case:

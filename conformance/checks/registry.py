@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from servespec.conformance.checks import (
+    attention,
     batch,
     cache,
     engine,
@@ -24,6 +25,7 @@ SUITES: dict[str, Suite] = {
         kernels.SUITE,
         cache.SUITE,
         batch.SUITE,
+        attention.SUITE,
         model.SUITE,
         engine.SUITE,
         engine.BFLOAT16_SUITE,

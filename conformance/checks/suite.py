@@ -16,7 +16,14 @@ __all__ = ["PROFILES", "Factory", "Profile", "Suite"]
 Profile = Literal["quick", "standard", "full"]
 PROFILES: tuple[Profile, ...] = ("quick", "standard", "full")
 
-Factory = Literal["make_scheduler", "make_batch", "make_engine", "make_v0_scheduler", "make_kernels"]
+Factory = Literal[
+    "make_scheduler",
+    "make_batch",
+    "make_attention",
+    "make_engine",
+    "make_v0_scheduler",
+    "make_kernels",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +35,7 @@ class Suite:
     name : str
     summary : str
         What is compared, in one line.
-    needs : {"make_scheduler", "make_batch", "make_engine", "make_v0_scheduler", "make_kernels"}
+    needs : str
         The factory an implementation must offer.
     cases : callable
         Returns the strategy that makes cases.

@@ -16,10 +16,13 @@ import torch
 
 from servespec.conformance.adapters.base import Weights
 from servespec.conformance.faults.fault import Fault
+from servespec.conformance.workloads.workload_attention import AttentionConfig
 from servespec.fast.batch import InputBatch
 from servespec.fast.batch.block_table import BlockTable
 from servespec.fast.batch.buffers import Array, StepBuffer
 from servespec.fast.batch.inputs import StepInputs
+from servespec.fast.cache.memory import PagedKV
+from servespec.fast.kernels.attention import AttentionPlan
 from servespec.reference.contracts import (
     AttentionState,
     BatchRecord,
@@ -114,6 +117,23 @@ def _stale_tables(batch: InputBatch) -> None:
         )
         for table in batch._store.tables
     ]
+
+
+def _without_last_slots(plan: AttentionPlan, kv: PagedKV) -> AttentionPlan:
+    def changed(rows: torch.Tensor) -> torch.Tensor:
+        last = rows % kv.rows_per_page % kv.block_size == kv.block_size - 1
+        return rows.where(~last, kv.zero_row)
+
+    return AttentionPlan(
+        tuple(
+            replace(group, key_rows=changed(group.key_rows), value_rows=changed(group.value_rows))
+            for group in plan.groups
+        )
+    )
+
+
+def _own_values_as_they_were(config: AttentionConfig) -> AttentionConfig:
+    return replace(config, int8_profile="pinned")
 
 
 def _one_label(record: BatchRecord) -> BatchRecord:
@@ -272,6 +292,20 @@ FAULTS = (
         source="tt-metal#56324: the tail of a table not cleared, K and V in stale blocks",
         suites=("batch",),
         batch=_stale_tables,
+    ),
+    Fault(
+        name="last_slot_of_a_page",
+        what="attention reads zeros where it should read the last token of a page",
+        source="a bound of a masked load that is one too small",
+        suites=("attention",),
+        attention_plan=_without_last_slots,
+    ),
+    Fault(
+        name="own_values_as_they_were",
+        what="new prompts attend to K and V that are not quantised, if no batch mate continues",
+        source="vllm#51290: results that depend on the batch",
+        suites=("attention",),
+        attention_config=_own_values_as_they_were,
     ),
     Fault(
         name="one_label",

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from servespec.conformance.adapters.base import Weights
+from servespec.conformance.adapters.base import AnyArray, AttentionUnderTest, Weights
 from servespec.conformance.adapters.fast import FastBatch, FastScheduler, poisoned
+from servespec.conformance.adapters.fast_attention import FastAttention, make_attention
+from servespec.conformance.workloads.workload_attention import AttentionConfig
 from servespec.fast.batch import InputBatch
 from servespec.fast.batch.inputs import StepInputs
+from servespec.fast.cache.memory import PagedKV
 from servespec.fast.engine import Engine
+from servespec.fast.kernels.attention import AttentionPlan
 from servespec.fast.scheduling.v1 import Scheduler
 from servespec.reference.contracts import (
+    AttentionMetadata,
     BatchRecord,
     CacheConfig,
     EngineConfig,
@@ -51,6 +56,10 @@ class Fault:
         Changes in place what a new batch is made of.
     record : callable, optional
         Changes the record of a batch.
+    attention_config : callable, optional
+        Changes the configuration of an attention layer.
+    attention_plan : callable, optional
+        Changes which rows of a cache an attention layer reads.
     before_step : callable, optional
         Called before each step of an engine.
     """
@@ -65,6 +74,8 @@ class Fault:
     inputs: Callable[[StepInputs, EngineConfig], None] | None = None
     batch: Callable[[InputBatch], None] | None = None
     record: Callable[[BatchRecord], BatchRecord] | None = None
+    attention_config: Callable[[AttentionConfig], AttentionConfig] | None = None
+    attention_plan: Callable[[AttentionPlan, PagedKV], AttentionPlan] | None = None
     before_step: Callable[[], None] | None = None
 
     def make_scheduler(
@@ -79,6 +90,20 @@ class Fault:
     def make_batch(self, config: EngineConfig) -> FastBatch:
         """Return a fast batch with the fault."""
         return FastBatch(_Batch(config, self))
+
+    def make_attention(
+        self,
+        config: AttentionConfig,
+        dtype: str = "float32",
+        key_scale: AnyArray | None = None,
+        value_scale: AnyArray | None = None,
+    ) -> AttentionUnderTest:
+        """Return a fast attention layer with the fault."""
+        if self.attention_config is not None:
+            config = self.attention_config(config)
+        if self.attention_plan is not None and key_scale is None:
+            return _Attention(config, dtype, self.attention_plan)
+        return make_attention(config, dtype, key_scale, value_scale)
 
     def make_engine(
         self, model: ModelConfig, weights: Weights, config: EngineConfig, dtype: str = "float32"
@@ -126,6 +151,20 @@ class _Batch(InputBatch):
     def record(self) -> BatchRecord:
         record = super().record()
         return record if self.fault.record is None else self.fault.record(record)
+
+
+class _Attention(FastAttention):
+    def __init__(
+        self,
+        config: AttentionConfig,
+        dtype: str,
+        change: Callable[[AttentionPlan, PagedKV], AttentionPlan],
+    ) -> None:
+        super().__init__(config, dtype)
+        self.change = change
+
+    def plan(self, metadata: AttentionMetadata) -> AttentionPlan:
+        return self.change(super().plan(metadata), self.kv)
 
 
 class _Engine(Engine):

@@ -3,6 +3,7 @@
 ======================  ==========================================================================
 module                  strategies
 ======================  ==========================================================================
+``attention``           `attention_cases`
 ``configurations``      `scheduler_configs`, `cache_configs`, `engine_configs`
 ``engine``              `sampling_params`, `request_lists`, `arrivals`, `engine_cases`
 ``models``              `embedded_models`, `hybrid_models`, `dense_models`, `random_models`

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from servespec.fast.cache.memory import PagedKV
 
-__all__ = ["SlotPlan", "plan_slots", "write_kv"]
+__all__ = ["SlotPlan", "packed_kv", "plan_slots", "write_kv"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,3 +71,38 @@ def write_kv(key: Tensor, value: Tensor, kv: PagedKV, plan: SlotPlan) -> None:
         key, value = key[plan.tokens], value[plan.tokens]
     kv.rows.index_copy_(0, plan.key_rows, key.flatten(1))
     kv.rows.index_copy_(0, plan.value_rows, value.flatten(1))
+
+
+def packed_kv(key: Tensor, value: Tensor, seq_start_loc: Tensor) -> tuple[PagedKV, Tensor]:
+    """View packed K and V as one page of kernel blocks of one token.
+
+    Parameters
+    ----------
+    key, value : Tensor
+        ``[S, G, D]``.
+    seq_start_loc : Tensor
+        ``[R + 1]`` cumulative tokens of the rows.
+
+    Returns
+    -------
+    kv : PagedKV
+        A copy.
+    block_table : Tensor
+        ``[R, W]`` int32; 0 fills shorter rows.
+    """
+    tokens = len(key)
+    rows = torch.cat([key, value, torch.zeros_like(key[:1])]).flatten(1)
+    lengths = seq_start_loc.diff()
+    width = int(lengths.max()) if len(lengths) else 0
+    column = torch.arange(width, device=key.device)
+    table = (seq_start_loc[:-1, None] + column).where(column < lengths[:, None], 0)
+    kv = PagedKV(
+        key=rows[:tokens].view(1, *key.shape),
+        value=rows[tokens : 2 * tokens].view(1, *key.shape),
+        rows=rows,
+        rows_per_page=2 * tokens,
+        block_size=tokens,
+        kernel_block_size=1,
+        zero_row=2 * tokens,
+    )
+    return kv, table.to(torch.int32)

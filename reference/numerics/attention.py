@@ -24,7 +24,7 @@ def attention(query: Array, key: Array, value: Array, scale: float) -> Array:
     Parameters
     ----------
     query : numpy.ndarray
-        ``[n, query heads, head_dim]``.
+        ``[n, query heads, head_dim]``; a row without queries has no result.
     key, value : numpy.ndarray
         ``[kv, K/V heads, head_dim]`` with ``kv >= n``: all tokens so far, these included.
     scale : float
@@ -43,7 +43,7 @@ def attention(query: Array, key: Array, value: Array, scale: float) -> Array:
     if n > 1:
         scores = np.where(np.arange(kv) <= np.arange(kv - n, kv)[:, None], scores, -np.inf)
     # The largest score becomes 0, so the exponentials cannot overflow and one of them is 1.
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True, initial=-np.inf))
     weights /= weights.sum(axis=-1, keepdims=True)
     mixed = weights @ value.transpose(1, 0, 2)[:, None]
     return frozen(mixed.transpose(2, 0, 1, 3).reshape(n, heads, head_dim))

@@ -33,6 +33,7 @@ __all__ = [
     "dequantize",
     "gather_rows",
     "int8_attention",
+    "int8_operands",
     "int8_scales",
     "quantize",
     "rows_kept_float",
@@ -250,6 +251,39 @@ def rows_kept_float(metadata: AttentionMetadata, profile: Int8Profile) -> tuple[
     return (False,) * decodes + (all_new,) * (rows - decodes)
 
 
+def int8_operands(
+    key: Array,
+    value: Array,
+    pages: Int8Pages,
+    metadata: AttentionMetadata,
+    scales: Int8Scales,
+    profile: Int8Profile,
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Return the K and V that each row attends to: read back, or its own as they were.
+
+    Parameters
+    ----------
+    key, value, pages, metadata, scales, profile
+        As for `int8_attention`.
+
+    Returns
+    -------
+    keys, values : tuple of numpy.ndarray
+        ``[seq_len, K/V heads, head_dim]`` for each row.
+    """
+    kept = rows_kept_float(metadata, profile)
+
+    def rows(own: Array, cached: Int8, channel_scale: Array) -> tuple[Array, ...]:
+        read = gather_rows(cached, metadata.block_tables, metadata.seq_lens)
+        packed = rows_of_packed(own, metadata.actual_seq_lengths_q)
+        return tuple(
+            frozen(mine) if is_float else dequantize(integers, channel_scale)
+            for mine, integers, is_float in zip(packed, read, kept, strict=True)
+        )
+
+    return rows(key, pages.key, scales.key), rows(value, pages.value, scales.value)
+
+
 def int8_attention(
     query: Array,
     key: Array,
@@ -281,19 +315,6 @@ def int8_attention(
     numpy.ndarray
         ``[T, query heads, head_dim]``.
     """
-    kept = rows_kept_float(metadata, profile)
-
-    def rows(own: Array, cached: Int8, channel_scale: Array) -> list[Array]:
-        read = gather_rows(cached, metadata.block_tables, metadata.seq_lens)
-        packed = rows_of_packed(own, metadata.actual_seq_lengths_q)
-        return [
-            frozen(mine) if is_float else dequantize(integers, channel_scale)
-            for mine, integers, is_float in zip(packed, read, kept, strict=True)
-        ]
-
-    return rows_attention(
-        rows_of_packed(query, metadata.actual_seq_lengths_q),
-        rows(key, pages.key, scales.key),
-        rows(value, pages.value, scales.value),
-        scale,
-    )
+    keys, values = int8_operands(key, value, pages, metadata, scales, profile)
+    queries = rows_of_packed(query, metadata.actual_seq_lengths_q)
+    return rows_attention(queries, keys, values, scale)
