@@ -267,7 +267,7 @@ class KVCache:
         num_tokens : int
             Tokens that are known and computed, or will be when the step is over.
         end : int
-            Computed tokens then, known or not.
+            Tokens at the end of the chunk just scheduled, known or not; -1 if none was.
         """
         # With fine hashes an entry can be due (again) at any length.
         if not self.hashing or (num_tokens < self.cache_at[slot] and not self.fine):
@@ -286,10 +286,13 @@ class KVCache:
     def retract(self, slot: int) -> None:
         """Take back the hashes of blocks that this step was to fill and now will not.
 
-        vLLM does not, and lets later requests hit blocks that nobody computed.
+        vLLM does not, and lets later requests hit blocks that nobody computed. What a step in
+        flight fills stays, though its hash was only known in this step.
         """
+        computed = int(self._requests.num_computed[slot])
         for block in self._entered.pop(slot, ()):
-            self.pool.drop_keys(block)
+            if self.pool.key_tokens(block) > computed:
+                self.pool.drop_keys(block)
 
     def free(self, slot: int) -> None:
         """Take all blocks from a request, group by group."""

@@ -202,7 +202,7 @@ class BlockGroup:
         num_tokens : int
             Tokens that are known and will have been computed.
         end : int
-            Tokens that will have been computed, known or not.
+            Tokens at the end of the chunk just scheduled, known or not; -1 if none was.
         num_prompt : int
             Length of the prompt, whose last hash boundary may become a partial entry.
         hashes : sequence of bytes

@@ -189,8 +189,9 @@ def _settle(
         slot = int(slots[row])
         runs = requests.status[slot] == RequestStatus.RUNNING
         if state.config.async_scheduling and runs:
-            end = int(requests.num_computed[slot])
-            cache.cache(slot, end - int(requests.num_placeholders[slot]), end)
+            computed = int(requests.num_computed[slot] - requests.num_placeholders[slot])
+            # The step that wrote them may have gone on beyond, and overwritten a state.
+            cache.cache(slot, computed, end=-1)
         if row in finished:
             (running if runs else waiting).append(slot)
             state.release(slot)

@@ -49,6 +49,30 @@ def test_fast_decides_as_the_reference_does(name: str) -> None:
         assert tally.counts["negative_schedules"] == 0
 
 
+@pytest.mark.parametrize(
+    ("combination", "seed", "quirks"),
+    [
+        # A block that a step in flight fills was taken back with those of the victim's own step.
+        (
+            "hybrid align, async, 0 drafts, priority, prefix caching, threshold, watermark 0.05",
+            20,
+            Quirks(aligned_split_starves=True, overwritten_tail_published=True),
+        ),
+        # A state was published when its tokens came back, though drafts had overwritten it.
+        (
+            "hybrid align, async, 1 drafts, priority, prefix caching, threshold, watermark 0",
+            23,
+            Quirks(padded_admission_cut_late=True, aligned_split_starves=True,
+                   skipped_states_leak=True),
+        ),
+    ],
+)  # fmt: skip
+def test_what_differed_once_does_so_no_more(combination: str, seed: int, quirks: Quirks) -> None:
+    chosen = {str(c): c for c in matrix()}[combination]
+    case = make_case(chosen, seed, quirks)
+    compare(*case, ReferenceImplementation(), FastImplementation(), Tally(), keep=False)
+
+
 def test_quick_profile_reaches_what_it_must() -> None:
     counts: Counter[str] = Counter()
 
