@@ -10,7 +10,7 @@ import torch
 
 from servespec.fast.cache.memory import CacheMemory, PagedKV
 from servespec.fast.kernels.attention import plan_attention, varlen_attention
-from servespec.fast.kernels.kv_cache import plan_slots, write_kv
+from servespec.fast.kernels.kv_cache import packed_kv, plan_slots, write_kv
 from servespec.reference.contracts import CacheConfig, ModelConfig, gdn_groups_first
 
 LAYER = 1
@@ -228,3 +228,12 @@ def test_padding_slots_write_nothing():
     assert torch.equal(kv.value[1, 0], value[2])
     changed = (kv.rows.view(torch.int32) != before.view(torch.int32)).any(dim=1)
     assert int(changed.sum()) == 4
+
+
+def test_packed_keys_are_one_page_of_single_tokens():
+    rows = Rows(2, [3, 1, 70], [5, 40, 0])
+    kv, table = packed_kv(
+        rows.key, rows.value, torch.tensor([0, *itertools.accumulate(rows.lengths)])
+    )
+    plan = plan_attention(rows.query_start_loc, rows.seq_lens, table, kv)
+    assert torch.equal(varlen_attention(rows.query, kv, plan), rows.attend())
