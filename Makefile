@@ -4,8 +4,11 @@ BIN    := $(VENV)/bin
 # mypy follows an editable install only in setuptools' strict mode.
 INSTALL := $(BIN)/pip install --quiet --editable
 STRICT  := --config-settings editable_mode=strict
+# The strict editable install links single files, so it is made again when the set of files changes.
+SOURCES := $(shell find reference fast conformance -name '*.py')
+FILES   := $(VENV)/.files
 
-.PHONY: check test lint bench clean
+.PHONY: check test lint bench kernels clean
 
 check: $(VENV)/.installed
 	$(BIN)/servespec check --profile quick
@@ -19,19 +22,35 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# The kernels, in environments of their own: the two Tritons can't be installed together.
+CASES ?= 160
+kernels:
+	$(MAKE) VENV=.venv-cpu EXTRA=cpu kernels-cpu
+	$(MAKE) VENV=.venv-interpreter EXTRA=cuda kernels-interpreter
+
+.PHONY: kernels-cpu kernels-interpreter
+kernels-cpu: $(VENV)/.installed-extra
+	$(BIN)/servespec check --suite kernels --cases $(CASES)
+	$(BIN)/pytest tests/fast/backends tests/fast/kernels/triton tests/conformance/test_compile.py
+	$(BIN)/servespec compile
+
+kernels-interpreter: $(VENV)/.installed-extra
+	SERVESPEC_BACKEND=interpreter $(BIN)/servespec check --suite kernels --cases $(CASES)
+	$(BIN)/pytest tests/fast/backends/test_interpreter.py
+
+$(VENV)/.installed-extra: pyproject.toml $(FILES) | $(BIN)/pip
+	$(INSTALL) '.[$(EXTRA)]' pytest $(STRICT)
+	@touch $@
+
 bench: $(VENV)/.installed
 	$(BIN)/servespec bench
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-cpu .venv-interpreter build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-
-# The strict editable install links single files, so it is made again when the set of files changes.
-SOURCES := $(shell find reference fast conformance -name '*.py')
-FILES   := $(VENV)/.files
 
 $(FILES): FORCE | $(BIN)/pip
 	@echo '$(sort $(SOURCES))' | cmp -s - $@ || echo '$(sort $(SOURCES))' > $@

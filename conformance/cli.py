@@ -258,7 +258,7 @@ def implementations() -> None:
     click.echo(f"{'module:object':<16}your own: any object that offers a factory, see README.md")
     from servespec.fast.backends.registry import statuses
 
-    click.echo("\nbackends of the kernels of fast (without any, plain torch operations serve)")
+    click.echo("backends of the kernels of fast (without any, plain torch operations serve)")
     for status in statuses():
         click.echo(f"{status.name:<16}{status.reason or 'runs here'}")
 
@@ -308,11 +308,15 @@ def faults(seed: int) -> None:
 
 
 @main.command()
-@click.argument("name", type=click.Choice(["engine"]), default="engine")
+@click.argument("name", type=click.Choice(["engine", "kernels"]), default="engine")
 @click.option("--rounds", type=click.IntRange(min=1), default=5, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="Where kernels are measured.")
 @click.option("--json", "json_file", type=_PATH, help="Write the figures as JSON.")
-def bench(name: str, rounds: int, json_file: Path | None) -> None:
-    """Measure the fast engine beside the reference on the embedded model."""
+def bench(name: str, rounds: int, device: str, json_file: Path | None) -> None:
+    """Measure the fast engine beside the reference, or each kernel beside torch."""
+    if name == "kernels":
+        _bench_kernels(rounds, device, json_file)
+        return
     from servespec.conformance.bench.engine import bench_engine
 
     if json_file is not None:
@@ -328,6 +332,21 @@ def bench(name: str, rounds: int, json_file: Path | None) -> None:
     for side, seconds in (("reference", figures.reference), ("fast", figures.fast)):
         click.echo(f"{side:<11}{figures.tokens_per_second(seconds):>10,.0f} tokens/s")
     click.echo(f"{'ratio':<11}{figures.ratio:>10.1f}")
+    if json_file is not None:
+        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(figures), indent=1))
+
+
+def _bench_kernels(rounds: int, device: str, json_file: Path | None) -> None:
+    from servespec.conformance.bench.kernels import bench_kernels
+    from servespec.conformance.report.kernels import show_bench
+
+    if json_file is not None:
+        require_writable(json_file)
+    with click.progressbar(length=100, file=sys.stderr) as bar:
+        figures = bench_kernels(
+            rounds=rounds, device=device, progress=lambda _, count: bar.update(100 // count)
+        )
+    show_bench(figures, Console())
     if json_file is not None:
         write_atomically(json_file, msgspec.json.format(msgspec.json.encode(figures), indent=1))
 

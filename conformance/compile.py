@@ -15,11 +15,14 @@ them.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,6 +47,8 @@ TARGETS = ("Ascend910B3", "Ascend910_9391", "Ascend950PR_9589")
 """Chips that kernels are compiled for: A2, A3, A5."""
 
 _TIMEOUT = 300.0
+# Triton's front end keeps its state in the process; the compiler behind it is one of its own.
+_FRONT_END = threading.Lock()
 _KIB = 1024
 _CAPACITY = {
     False: {"ub": 192 * _KIB, "cbuf": 512 * _KIB, "cc": 128 * _KIB},
@@ -141,11 +146,19 @@ def compile_all(
     for target in targets:
         if target not in TARGETS:
             raise ValueError(f"unknown target {target!r}: must be one of {', '.join(TARGETS)}")
-    for configuration in chosen:
-        for launch in configuration.launches():
-            for target in targets:
-                name = f"{configuration.operation}:{launch.kernel.__name__.lstrip('_')}"
-                yield compile_launch(launch, target, name, configuration.name)
+    calls = [
+        (
+            launch,
+            target,
+            f"{configuration.operation}:{launch.kernel.__name__.lstrip('_')}",
+            configuration.name,
+        )
+        for configuration in chosen
+        for launch in configuration.launches()
+        for target in targets
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(lambda call: compile_launch(*call), calls)
 
 
 def compile_launch(launch: Launch, target: str, name: str, configuration: str) -> Compilation:
@@ -162,7 +175,8 @@ def compile_launch(launch: Launch, target: str, name: str, configuration: str) -
     memory: dict[str, Memory] = {}
     reason = None
     try:
-        linalg = to_linalg(launch.kernel, launch.types, launch.constants, target)
+        with _FRONT_END:
+            linalg = to_linalg(launch.kernel, launch.types, launch.constants, target)
         memory = _plan(linalg.module, target)
     except CompileError as error:
         reason = str(error)

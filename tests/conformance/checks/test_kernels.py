@@ -1,0 +1,117 @@
+"""The suite finds what a kernel can do wrong, told by stand-ins that need no Triton."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from servespec.conformance.cases.case import Case
+from servespec.conformance.checks import kernels
+from servespec.conformance.verdicts import run_check
+from servespec.conformance.workloads.kernels import KernelCase, make_kernel_case
+from servespec.conformance.workloads.workload import Workload
+
+
+def case(operation, **fields):
+    return Case(
+        suite="kernels",
+        config=kernels._UNUSED,
+        workload=Workload(steps=()),
+        kernel=KernelCase(operation=operation, **fields),
+    )
+
+
+def verdict(whole, **operations):
+    implementation = SimpleNamespace(make_kernels=lambda: operations)
+    return run_check(kernels.SUITE.check, whole, implementation).divergence
+
+
+def write_kv(key, value, key_pages, value_pages, slots):
+    size = key_pages.shape[1]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            key_pages[slot // size, slot % size] = key[token]
+            value_pages[slot // size, slot % size] = value[token]
+
+
+WRITES = case("write_kv", lengths=(5,), null_rows=True, gap=8, dim=32)
+
+
+def test_a_right_answer_agrees():
+    assert verdict(WRITES, write_kv=write_kv) is None
+    greedy = lambda logits: logits.argmax(-1)  # noqa: E731
+    assert verdict(case("greedy", lengths=(1, 1), contexts=(0, 0)), greedy=greedy) is None
+
+
+def test_padding_that_is_written_shows():
+    def wrong(key, value, key_pages, value_pages, slots):
+        write_kv(key, value, key_pages, value_pages, slots)
+        key_pages[int(slots.min()), 0] = 0.0
+
+    assert verdict(WRITES, write_kv=wrong).field == "key_pages.memory"
+
+
+def test_a_write_beside_the_tensor_shows():
+    def wrong(key, value, key_pages, value_pages, slots):
+        write_kv(key, value, key_pages, value_pages, slots)
+        value_pages.as_strided((1,), (1,), value_pages.storage_offset() - 1)[0] = 0.0
+
+    found = verdict(WRITES, write_kv=wrong)
+    assert found.field == "value_pages.memory"
+    assert "element -1 of the buffer" in found.got
+
+
+def test_an_input_that_is_changed_shows():
+    def wrong(logits):
+        tokens = logits.argmax(-1)
+        logits[0, 0] += 1.0
+        return tokens
+
+    assert verdict(case("greedy"), greedy=wrong).field == "logits.memory"
+
+
+def test_a_read_of_what_nobody_wrote_shows():
+    whole = case("paged_attention_decode", contexts=(20,), dim=32, block_size=16)
+
+    def attend(query, key_pages, value_pages, table, lens, scale, extra, parts):
+        block, n = table[0].long(), int(lens[0]) + extra
+        k, v = (p[block].flatten(0, 1)[:n, 0] for p in (key_pages, value_pages))
+        return ((query[:, 0] @ k.T * scale).softmax(-1) @ v)[:, None]
+
+    right, wrong = (lambda *a, extra=e, parts: attend(*a, extra, parts) for e in (0, 1))
+    assert verdict(whole, paged_attention_decode=right) is None
+    found = verdict(whole, paged_attention_decode=wrong)
+    assert found.field.startswith("paged_attention_decode.out")
+    assert found.got == "nan"
+
+
+def test_the_wrong_one_of_equal_maxima_shows():
+    def last(logits):
+        return logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
+
+    seeds = [verdict(case("greedy", seed=seed), greedy=last) for seed in range(40)]
+    assert any(seeds)
+
+
+def test_a_missing_operation_and_a_wrong_shape_are_failures_of_the_implementation():
+    found = verdict(case("greedy"))
+    assert found.failed
+    assert "no operation 'greedy'" in str(found)
+    found = verdict(case("greedy"), greedy=lambda logits: torch.zeros(7))
+    assert found.failed
+    assert "must be a tensor of (1,)" in str(found)
+
+
+def test_cases_are_their_seeds_and_differ():
+    assert make_kernel_case(3) == make_kernel_case(3)
+    assert len({make_kernel_case(seed).operation for seed in range(200)}) == 20
+
+
+@pytest.mark.parametrize(
+    "fields", [{"dim": 33}, {"lengths": ()}, {"contexts": (1, 2)}, {"gap": -1}]
+)
+def test_impossible_cases_are_refused(fields):
+    with pytest.raises(ValueError, match="KernelCase"):
+        KernelCase(operation="greedy", **fields)

@@ -1,0 +1,90 @@
+"""servespec compile: what fails, what passes, and how they are told apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from servespec.conformance import compile as compiling
+from servespec.conformance.launches import Launch, configurations
+
+OVERFLOW = """\
+loc("k.mlir":1:1): warning: failed to tile
+[NOTE] Ub overflow detected; retrying
+error: ub overflow, requires 67108864 bits while 1572864 bits available!
+error: Cannot find hivmc
+"""
+
+
+def test_reasons_are_the_compilers_errors_alone():
+    assert compiling._reason(OVERFLOW) == (
+        "error: ub overflow, requires 67108864 bits while 1572864 bits available!"
+    )
+
+
+def test_memory_is_the_highest_end_of_a_buffer():
+    module = """\
+  %c0 = arith.constant 0 : i64
+  %c512 = arith.constant 512 : i64
+  %0 = hivm.hir.pointer_cast(%c0) : memref<16x8xf32, #hivm.address_space<ub>>
+  %1 = hivm.hir.pointer_cast(%c512) : memref<64xbf16, #hivm.address_space<ub>>
+  %2 = hivm.hir.pointer_cast(%c0) : memref<4x16x16xf32, #hivm.address_space<cc>>
+"""
+    assert compiling._used(module) == {"ub": 512 + 128, "cc": 4096}
+
+
+def test_an_unknown_target_and_a_missing_compiler_are_told(monkeypatch):
+    with pytest.raises(ValueError, match="unknown target 'Ascend310': must be one of"):
+        list(compiling.compile_all([], ["Ascend310"]))
+    monkeypatch.setattr("servespec.fast.backends.registry._has", lambda name: False)
+    with pytest.raises(ValueError, match="the Ascend compiler is not here: triton-ascend"):
+        compiling.compile_kernels((), ())
+
+
+def test_configurations_cover_what_models_need():
+    names = [(c.operation, c.name) for c in configurations()]
+    assert len(set(names)) == len(names)
+    for dim in (64, 128, 256):
+        for page in (16, 128):
+            for kind in ("bf16", "fp32"):
+                assert ("paged_attention_decode", f"D={dim} page={page} {kind}") in names
+            assert ("int8_attention_decode", f"D={dim} page={page} int8") in names
+
+
+@pytest.fixture
+def vadd(tmp_path):
+    pytest.importorskip("ascendnpuir", reason="needs the extra cpu")
+    triton = pytest.importorskip("triton", reason="needs the extra cpu")
+    if "ascend" not in triton.backends.backends:
+        pytest.skip("needs triton-ascend: extra cpu")
+    import kernel_of_test_compile as module  # type: ignore[import-not-found]
+
+    return module.add
+
+
+@pytest.fixture(autouse=True)
+def _module(tmp_path, monkeypatch):
+    (tmp_path / "kernel_of_test_compile.py").write_text(
+        "import triton\n"
+        "import triton.language as tl\n"
+        "@triton.jit\n"
+        "def add(X, O, n, BLOCK: tl.constexpr):\n"
+        "    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)\n"
+        "    tl.store(O + i, tl.load(X + i, mask=i < n) + 1.0, mask=i < n)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize("target", compiling.TARGETS)
+def test_a_kernel_that_overflows_fails_with_the_reason_and_one_that_fits_does_not(vadd, target):
+    def run(block):
+        types = {"X": "*fp32", "O": "*fp32", "n": "i32"}
+        launch = Launch(kernel=vadd, types=types, constants={"BLOCK": block})
+        return compiling.compile_launch(launch, target, "add", f"BLOCK={block}")
+
+    fits = run(1024)
+    assert fits.ok, fits.reason
+    assert 4096 <= fits.memory["ub"].used <= fits.memory["ub"].available
+    overflows = run(1 << 20)
+    assert not overflows.ok
+    assert "overflow" in overflows.reason
+    assert not overflows.memory
