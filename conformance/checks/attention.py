@@ -32,6 +32,7 @@ from servespec.conformance.adapters.base import AnyArray, AttentionFactory, Atte
 from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.adapters.reference_attention import ReferenceAttention
 from servespec.conformance.cases.case import Case, Dtype
+from servespec.conformance.checks.numbers import float_array
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.compare import shown
 from servespec.conformance.verdicts import DivergedError, Divergence, Tally, attempt
@@ -245,16 +246,8 @@ def _pair(value: object) -> tuple[object, object]:
     return value[0], value[1]
 
 
-def _numbers(value: object, shape: tuple[int, ...], field: str) -> AnyArray:
-    if not isinstance(value, np.ndarray) or value.dtype.kind not in "fi":
-        raise ImplementationFailed(f"{field} is {shown(value)}: must be an array of real numbers")
-    if value.shape != shape:
-        raise ImplementationFailed(f"{field} has shape {value.shape}: must be {shape}")
-    return value
-
-
 def _compare_exactly(expected: AnyArray, value: object, field: str, number: int) -> None:
-    got = _numbers(value, expected.shape, field)
+    got = float_array(value, expected.shape, field)
     same = (expected == got) | (np.isnan(expected) & np.isnan(got))
     if not same.all():
         _diverge(field, np.unravel_index(int(same.argmin()), same.shape), expected, got, number)
@@ -287,7 +280,7 @@ def compare(
     DivergedError
         Naming the element that is furthest off its bound.
     """
-    got = _numbers(value, expected.shape, field)
+    got = float_array(value, expected.shape, field)
     excess = np.where(np.isfinite(got), np.abs(got - expected) / bound, np.inf)
     worst = np.unravel_index(int(excess.argmax()), excess.shape)
     if excess[worst] > 1:
