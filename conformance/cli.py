@@ -81,6 +81,13 @@ def _implementation_options(command: Any) -> Any:
 @click.option(
     "--shrink-seconds", default=20.0, show_default=True, help="Time for making a case smaller."
 )
+@click.option(
+    "--max-failures",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Failing cases that end a suite.",
+)
 @click.option("--json", "json_file", type=_PATH, help="Write the report as JSON.")
 @click.option("--junit", "junit_file", type=_PATH, help="Write the report as JUnit XML.")
 def check(
@@ -95,6 +102,7 @@ def check(
     jobs: int | None,
     out: Path,
     shrink_seconds: float,
+    max_failures: int,
     json_file: Path | None,
     junit_file: Path | None,
 ) -> None:
@@ -119,6 +127,7 @@ def check(
         jobs=jobs or default_jobs(),
         time_limit=time_limit,
         shrink_seconds=shrink_seconds,
+        max_failures=max_failures,
     )
     with TerminalListener(Console(stderr=True)) as listener:
         report = session.run(options, listener)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
-
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis import strategies as st
 
 from servespec.conformance.adapters.loading import LoadingError
 from servespec.conformance.cases import files
@@ -22,14 +18,12 @@ from servespec.conformance.cases.shrink import shrink
 from servespec.conformance.checks.bounds import TIE_SHARES
 from servespec.conformance.checks.registry import SUITES, suite
 from servespec.conformance.checks.suite import Profile, Suite
+from servespec.conformance.drawing import draw_cases
 from servespec.conformance.pool import WorkerPool, default_jobs
 from servespec.conformance.report.result import Failure, Report, SuiteReport, machine
 from servespec.conformance.verdicts import CaseResult
 
-__all__ = ["Listener", "Options", "draw_cases", "run"]
-
-MAX_FAILURES = 3
-"""Failing cases after which a suite ends: more would seldom tell more."""
+__all__ = ["Listener", "Options", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +48,8 @@ class Options:
         Seconds a case may take.
     shrink_seconds : float
         Time to spend on the first failure of a suite; others get a quarter.
+    max_failures : int
+        Failing cases after which a suite ends: more would seldom tell more.
     """
 
     implementation: str = "fast"
@@ -67,6 +63,7 @@ class Options:
     jobs: int = default_jobs()
     time_limit: float = 60.0
     shrink_seconds: float = 20.0
+    max_failures: int = 3
 
 
 class Listener(Protocol):
@@ -86,40 +83,6 @@ class Listener(Protocol):
 
     def suite_done(self, report: SuiteReport) -> None:
         """Tell that a suite ended."""
-
-
-def draw_cases(
-    strategy: st.SearchStrategy[Case], count: int, seed_value: int, take: Callable[[Case], bool]
-) -> None:
-    """Draw cases from a strategy, the same ones for the same seed.
-
-    Parameters
-    ----------
-    strategy : SearchStrategy
-    count : int
-    seed_value : int
-    take : callable
-        Given each case; returns False to end early.
-    """
-
-    class Enough(BaseException):
-        """Not an `Exception`, which Hypothesis would take for a failing example."""
-
-    @seed(seed_value)
-    @settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=(Phase.generate,),
-        suppress_health_check=tuple(HealthCheck),
-    )
-    @given(strategy)
-    def draw(case: Case) -> None:
-        if not take(case):
-            raise Enough
-
-    with contextlib.suppress(Enough):
-        draw()
 
 
 def run(options: Options, listener: Listener) -> Report:
@@ -193,7 +156,7 @@ def _run_suite(
         case, future = pending.popleft()
         result = future.result()
         sums.seconds = time.monotonic() - start
-        if failures == MAX_FAILURES:
+        if failures == options.max_failures:
             return
         sums.add(result)
         listener.case_done(sums)
@@ -207,7 +170,7 @@ def _run_suite(
         # Results are taken in the order of the cases, so that a run does not depend on timing.
         while len(pending) > 2 * options.jobs:
             finish_oldest()
-        return failures < MAX_FAILURES
+        return failures < options.max_failures
 
     try:
         draw_cases(suite.cases(), count, options.seed + zlib.crc32(suite.name.encode()), take)

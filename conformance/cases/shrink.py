@@ -89,16 +89,19 @@ def shrink(
     improved = True
     while improved:
         improved = False
-        for candidate in simpler(case, result):
-            if time.monotonic() >= deadline:
-                break
+        index = 0
+        candidates = list(simpler(case, result))
+        while index < len(candidates) and time.monotonic() < deadline:
             tried += 1
             if progress is not None:
                 progress(tried)
-            outcome = run(candidate)
+            outcome = run(candidates[index])
             if same_failure(result, outcome):
-                case, result, improved = candidate, outcome, True
-                break
+                case, result, improved = candidates[index], outcome, True
+                # Go on from here: what did not help before seldom helps at once.
+                candidates = list(simpler(case, result))
+            else:
+                index += 1
     return Shrunk(case=case, result=result, tried=tried)
 
 

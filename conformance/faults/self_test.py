@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.registry import SUITES
 from servespec.conformance.checks.suite import Suite
+from servespec.conformance.drawing import draw_cases
 from servespec.conformance.faults.fault import Fault
-from servespec.conformance.session import draw_cases
 from servespec.conformance.verdicts import Divergence, run_check
 
 __all__ = ["CONTROL_CASES", "FAULT_CASES", "Finding", "self_test", "try_suite"]

@@ -116,7 +116,7 @@ def cache_configs(
     needed = [blocks_needed(r, cache, max_model_len) for r in requests] or [1]
     least, most = max(needed), sum(needed)
     wide = st.integers(least, max(least, most))
-    free = draw(st.one_of(st.integers(least, least + 3), wide, wide))
+    free = draw(st.one_of(st.integers(least, least + 3), wide, st.just(max(least, most))))
     return replace(cache, num_gpu_blocks=1 + free)
 
 

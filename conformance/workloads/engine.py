@@ -49,7 +49,7 @@ def request_lists(
     max_requests: int = 12,
     max_prompt: int = 40,
     max_long_prompt: int = 160,
-    max_tokens: int = 16,
+    max_tokens: int = 20,
 ) -> tuple[Request, ...]:
     """Return requests; some prompts start with the same tokens, most are short, a few long.
 
@@ -99,7 +99,7 @@ def arrivals(
     refused : sequence of Request
         Requests no engine accepts; they arrive at any time.
     """
-    gaps = [draw(st.integers(0, 2)) if index else 0 for index in range(len(requests))]
+    gaps = [draw(st.sampled_from((0, 0, 0, 1, 2))) if index else 0 for index in range(len(requests))]
     when = [sum(gaps[: index + 1]) for index in range(len(requests))]
     add: dict[int, list[Request]] = {}
     for request, step in zip(requests, when, strict=True):

@@ -11,8 +11,8 @@ from servespec.conformance.cases import files
 from servespec.conformance.cases.case import SPEC_VERSION, Case, CaseFile
 from servespec.conformance.cases.files import CaseError
 from servespec.conformance.checks.registry import SUITES
+from servespec.conformance.drawing import draw_cases
 from servespec.conformance.output import OutputError, require_writable, write_atomically
-from servespec.conformance.session import draw_cases
 from servespec.conformance.verdicts import Divergence, run_check
 
 

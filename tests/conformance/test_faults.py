@@ -5,10 +5,10 @@ import pytest
 from servespec.conformance import faults
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.registry import SUITES
+from servespec.conformance.drawing import draw_cases
 from servespec.conformance.faults.catalogue import FAILURES, FAULTS
 from servespec.conformance.faults.fault import Fault
 from servespec.conformance.faults.self_test import try_suite
-from servespec.conformance.session import draw_cases
 from servespec.conformance.verdicts import Verdict, run_check
 
 PAIRS = [(fault, name) for fault in FAULTS for name in fault.suites]

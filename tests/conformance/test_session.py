@@ -16,9 +16,10 @@ from rich.console import Console
 from servespec.conformance import session
 from servespec.conformance.checks.registry import SUITES
 from servespec.conformance.checks.suite import Suite
+from servespec.conformance.drawing import draw_cases
 from servespec.conformance.report.result import Failure, SuiteReport
 from servespec.conformance.report.terminal import TerminalListener
-from servespec.conformance.session import Options, draw_cases, run
+from servespec.conformance.session import Options, run
 
 
 class Silent:
@@ -74,12 +75,12 @@ def test_too_many_ties_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_suite_ends_after_a_handful_of_failures(tmp_path: Path) -> None:
     impl = "servespec.conformance.faults:one_label"
     report = run(options(tmp_path, implementation=impl, cases=40), Silent())
-    assert len(report.failures) == session.MAX_FAILURES
+    assert len(report.failures) == Options().max_failures
     assert report.suites[0].cases < 40
-    assert len(list((tmp_path / "cases").glob("batch-*.json"))) == session.MAX_FAILURES
+    assert len(list((tmp_path / "cases").glob("batch-*.json"))) == Options().max_failures
     # A second run keeps what the first has found.
     run(options(tmp_path, implementation=impl, cases=1), Silent())
-    assert len(list((tmp_path / "cases").glob("batch-*.json"))) == session.MAX_FAILURES + 1
+    assert len(list((tmp_path / "cases").glob("batch-*.json"))) == Options().max_failures + 1
 
 
 def test_results_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from servespec.conformance.cases.case import Case
 from servespec.conformance.cases.shrink import shrink, simpler
 from servespec.conformance.checks.registry import SUITES
-from servespec.conformance.session import draw_cases
+from servespec.conformance.drawing import draw_cases
 from servespec.conformance.verdicts import CaseResult, Divergence
 from servespec.reference.contracts import Quirks, SchedulerConfig
 

@@ -12,8 +12,8 @@ from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.bounds import TIE_SHARES
 from servespec.conformance.checks.invariance import variants
 from servespec.conformance.checks.registry import SUITES, UnknownSuiteError, suite
+from servespec.conformance.drawing import draw_cases
 from servespec.conformance.report.result import SuiteReport
-from servespec.conformance.session import draw_cases
 from servespec.conformance.verdicts import CaseResult, Divergence, Verdict, run_check
 
 SIZES = {"engine": 10, "engine-bfloat16": 2, "model": 5, "invariance": 2}
