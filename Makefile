@@ -13,8 +13,9 @@ FILES   := $(VENV)/.files
 check: $(VENV)/.installed
 	$(BIN)/servespec check --profile quick
 
+# Beside the tests themselves: random workloads must reach the rules of the reference.
 test: $(VENV)/.installed-test
-	$(BIN)/pytest
+	$(BIN)/pytest --cov --cov-report=term:skip-covered --cov-fail-under=95
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
