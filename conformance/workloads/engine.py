@@ -99,7 +99,7 @@ def arrivals(
     refused : sequence of Request
         Requests no engine accepts; they arrive at any time.
     """
-    gaps = [draw(st.sampled_from((0, 0, 0, 1, 2))) if index else 0 for index in range(len(requests))]
+    gaps = [draw(st.sampled_from((0, 0, 0, 1, 2))) if i else 0 for i in range(len(requests))]
     when = [sum(gaps[: index + 1]) for index in range(len(requests))]
     add: dict[int, list[Request]] = {}
     for request, step in zip(requests, when, strict=True):
