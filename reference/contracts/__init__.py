@@ -14,7 +14,6 @@ from servespec.reference.contracts.config import (
     LayerType,
     MambaCacheMode,
     ModelConfig,
-    Quirks,
     RopeConfig,
     SchedulerConfig,
     SchedulingPolicy,
@@ -39,6 +38,7 @@ from servespec.reference.contracts.graph import (
     GraphMode,
     RuntimeGraphMode,
 )
+from servespec.reference.contracts.quirks import Quirks
 from servespec.reference.contracts.request import (
     EngineCoreOutput,
     FinishReason,
