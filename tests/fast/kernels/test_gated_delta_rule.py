@@ -11,9 +11,9 @@ import torch
 
 from servespec.fast.kernels.chunk_gated_delta_rule import chunk_gated_delta_rule, plan_chunks
 from servespec.fast.kernels.gated_delta_rule import (
+    evenly_spaced,
     gated_delta_rule_decode,
     gating,
-    plan_runs,
 )
 
 U = 2.0**-24
@@ -122,31 +122,28 @@ def test_decode(rows, key_heads, value_heads):
     case.check(out)
 
 
-RUNS = {
-    "evenly spaced": ([1, 4, 7, 10, 13, 16, 19], 1),
-    "two runs": ([2, 3, 4, 5, 6, 15, 11], 3),
-    "pairs": ([9, 3, 12, 1, 18, 2, 4], 4),
-    "one row": ([5], 1),
+SLOTS = {
+    "side by side": ([3, 4, 5, 6, 7], slice(3, 8, 1)),
+    "evenly spaced": ([1, 4, 7, 10, 13, 16, 19], slice(1, 20, 3)),
+    "almost": ([2, 3, 4, 5, 6, 15, 11], None),
+    "descending": ([9, 7, 5], None),
+    "one row": ([5], slice(5, 6, 1)),
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_decode_in_place(monkeypatch, name):
-    monkeypatch.setattr("servespec.fast.kernels.gated_delta_rule._MAX_GATHER", 0)
-    slots, count = RUNS[name]
+@pytest.mark.parametrize("most", [0, 1 << 19], ids=["by head", "together"])
+@pytest.mark.parametrize("name", SLOTS)
+def test_decode_where_the_states_lie(monkeypatch, name, most):
+    monkeypatch.setattr("servespec.fast.kernels.gated_delta_rule._MAX_TOGETHER", most)
+    slots, span = SLOTS[name]
     case = Rows(1, [1] * len(slots), slots=slots)
-    runs = plan_runs(case.slots, case.states)
-    assert runs is not None
-    assert len(runs) == count
-    out = gated_delta_rule_decode(
-        case.q, case.k, case.v, case.g, case.beta, case.states, case.slots, runs
-    )
-    case.check(out)
+    assert evenly_spaced(case.slots) == span
+    inputs = (case.q, case.k, case.v, case.g, case.beta, case.states, case.slots)
+    case.check(gated_delta_rule_decode(*inputs, span))
 
 
-def test_few_states_are_gathered():
-    case = Rows(1, [1, 1])
-    assert plan_runs(case.slots, case.states) is None
+def test_no_slots_are_not_evenly_spaced():
+    assert evenly_spaced(torch.empty(0, dtype=torch.int64)) is None
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, 60.0])

@@ -12,6 +12,7 @@ from servespec.conformance.cases.case import Case
 from servespec.conformance.checks import kernels
 from servespec.conformance.verdicts import run_check
 from servespec.conformance.workloads.kernels import OPERATIONS, make_kernel_case
+from servespec.conformance.workloads.workload import Workload
 from servespec.fast.backends.registry import choose
 
 BACKEND = choose()
@@ -30,7 +31,7 @@ def test_operation(operation):
         whole = Case(
             suite="kernels",
             config=kernels._UNUSED,
-            workload=kernels.Workload(steps=()),
+            workload=Workload(steps=()),
             dtype="bfloat16" if counts["cases"] == 1 else "float32",
             kernel=case,
         )

@@ -1,0 +1,1 @@
+"""Checks of single operations, by what they belong to."""
