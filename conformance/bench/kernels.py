@@ -198,13 +198,13 @@ class _Ways:
             flat.baddbmm_(update.mT, keys[:, None])
             read[:, 1:].add_(update * (keys * queries).sum(-1)[:, None, None])
 
-        runs = gated_delta_rule.plan_runs(slots, states)
+        span = gated_delta_rule.evenly_spaced(slots)
         kernel = self.kernels["gated_delta_rule_decode"]
         ways: dict[str, Runner] = {
             "kernel": lambda: kernel(q, k, v, g, beta, states, slots),
             "torch in place": in_place,
             "fast's torch": lambda: gated_delta_rule.gated_delta_rule_decode(
-                q, k, v, g, beta, states, slots, runs
+                q, k, v, g, beta, states, slots, span
             ),
             "stream limit": lambda: stream.mul_(1.0001),
         }

@@ -6,9 +6,9 @@ With decay ``g``, write strength ``β`` and the state ``S`` ``[dv, dk]``, for ev
 
 A key head serves ``Hv / Hk`` consecutive value heads.
 
-The time goes into moving the states. Small ones are gathered, updated together and scattered. If
-they are more than the cache holds, a run of evenly spaced slots, as a pool gives them out to
-requests that come one after the other, is a strided view, and updated where it lies.
+The time goes into moving the states. Few of them are gathered, updated together and scattered. More
+than the cache holds are done a head at a time; where the slots are evenly spaced, as a pool gives
+them out to requests that come one after the other, they are updated where they lie.
 
 Sources: ``torch_recurrent_gated_delta_rule`` of transformers' ``modeling_qwen3_5.py``; the V-major
 layout of the states is vllm-ascend's.
@@ -18,53 +18,32 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["StateRun", "gated_delta_rule_decode", "gating", "plan_runs"]
+__all__ = ["evenly_spaced", "gated_delta_rule_decode", "gating"]
 
-# Elements of state, 2 MiB, up to which a gather and a scatter stay in the cache.
-_MAX_GATHER = 1 << 19
-
-
-class StateRun(NamedTuple):
-    """Consecutive rows whose slots are evenly spaced and ascend."""
-
-    rows: slice
-    slots: slice
+# Elements of state, 2 MiB, that stay in the cache from one operation to the next.
+_MAX_TOGETHER = 1 << 19
 
 
-def plan_runs(slots: Tensor, states: Tensor) -> tuple[StateRun, ...] | None:
-    """Divide rows into runs.
+def evenly_spaced(slots: Tensor) -> slice | None:
+    """Return slots as a slice if they ascend in even steps; None if not, or not on a CPU.
 
     Parameters
     ----------
     slots : Tensor
         ``[R]`` int64.
-    states : Tensor
-        ``[slots, Hv, dv, dk]``, of any layer.
-
-    Returns
-    -------
-    tuple of StateRun or None
-        None if the states of all rows are gathered: few of them, or not on a CPU.
     """
-    count = len(slots)
-    small = count > 1 and count * states[0].numel() <= _MAX_GATHER
-    if small or slots.device.type != "cpu":
+    if not len(slots) or slots.device.type != "cpu":
         return None
-    at = slots.tolist()
-    runs = []
-    start = 0
-    while start < count:
-        stop = start + 1
-        step = max(1, at[stop] - at[start]) if stop < count else 1
-        while stop < count and at[stop] - at[stop - 1] == step:
-            stop += 1
-        runs.append(StateRun(slice(start, stop), slice(at[start], at[stop - 1] + 1, step)))
-        start = stop
-    return tuple(runs)
+    at = slots.numpy()
+    step = int(at[1] - at[0]) if len(at) > 1 else 1
+    if step < 1 or (np.diff(at) != step).any():
+        return None
+    return slice(int(at[0]), int(at[-1]) + 1, step)
 
 
 def gating(a: Tensor, b: Tensor, negative_decay: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +74,7 @@ def gated_delta_rule_decode(
     beta: Tensor,
     states: Tensor,
     slots: Tensor,
-    runs: tuple[StateRun, ...] | None = None,
+    span: slice | None = None,
 ) -> Tensor:
     """Take in one token of each row.
 
@@ -111,8 +90,8 @@ def gated_delta_rule_decode(
         ``[slots, Hv, dv, dk]`` float32, changed in place at `slots`.
     slots : Tensor
         ``[R]`` int64, no two alike.
-    runs : tuple of StateRun or None
-        What `plan_runs` makes of `slots`.
+    span : slice or None
+        What `evenly_spaced` makes of `slots`.
 
     Returns
     -------
@@ -124,20 +103,20 @@ def gated_delta_rule_decode(
     k_q = torch.stack((k, q), dim=2).repeat_interleave(heads // k.shape[1], dim=1)
     tokens = _Tokens(k_q, (k_q[:, :, 0] * k_q[:, :, 1]).sum(dim=-1, keepdim=True), v, g.exp(), beta)
     out = v.new_empty((rows, heads, dv))
-    if runs is None:
-        state = states.index_select(0, slots)
-        _update(state.flatten(0, 1), tokens.flat(), out.view(-1, dv))
-        states.index_copy_(0, slots, state)
+    view = None if span is None else states[span]
+    together = rows * states[0].numel() <= _MAX_TOGETHER or states.device.type != "cpu"
+    if together or (rows == 1 and view is not None):
+        part = view if view is not None and view.is_contiguous() else states.index_select(0, slots)
+        _update(part.flatten(0, 1), tokens.flat(), out.view(-1, dv))
+        if part is not view:
+            states.index_copy_(0, slots, part)
         return out
-    for run in runs:
-        state = states[run.slots]
-        if len(state) < heads:
-            for row, one in enumerate(state, run.rows.start):
-                _update(one, tokens.part((row,)), out[row])
-        else:
-            for head in range(heads):
-                part = (run.rows, head)
-                _update(state[:, head], tokens.part(part), out[part])
+    for head in range(heads):
+        own = states[:, head]
+        part = own.index_select(0, slots) if view is None else view[:, head]
+        _update(part, tokens.of(head), out[:, head])
+        if view is None:
+            own.index_copy_(0, slots, part)
     return out
 
 
@@ -153,8 +132,8 @@ class _Tokens(NamedTuple):
     def flat(self) -> _Tokens:
         return _Tokens(*(x.flatten(0, 1) for x in self))
 
-    def part(self, index: tuple[int | slice, ...]) -> _Tokens:
-        return _Tokens(*(x[index] for x in self))
+    def of(self, head: int) -> _Tokens:
+        return _Tokens(*(x[:, head] for x in self))
 
 
 def _update(state: Tensor, tokens: _Tokens, out: Tensor) -> None:

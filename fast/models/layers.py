@@ -181,7 +181,7 @@ class GatedDeltaNet:
             q, k, v, g, beta = (x[:count] for x in tensors)
             parts.append(
                 gated_delta_rule_decode(
-                    q, k, v, g, beta, states.ssm, step.decode_slots, step.decode_runs
+                    q, k, v, g, beta, states.ssm, step.decode_slots, step.decode_span
                 )
             )
         if step.chunks is not None:

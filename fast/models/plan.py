@@ -11,7 +11,7 @@ from servespec.fast.cache.memory import CacheMemory
 from servespec.fast.kernels.attention import AttentionPlan, plan_attention
 from servespec.fast.kernels.chunk_gated_delta_rule import ChunkPlan, plan_chunks
 from servespec.fast.kernels.convolution import ConvolutionPlan, plan_convolution
-from servespec.fast.kernels.gated_delta_rule import StateRun, plan_runs
+from servespec.fast.kernels.gated_delta_rule import evenly_spaced
 from servespec.fast.kernels.kv_cache import SlotPlan, plan_slots
 
 __all__ = ["AttentionStep", "GdnStep", "StepPlan", "plan_step"]
@@ -35,7 +35,8 @@ class GdnStep:
         Rows, and tokens, that take the recurrent form.
     decode_slots, prefill_slots : Tensor
         int64 state slots of both kinds of row.
-    decode_runs : tuple of StateRun or None
+    decode_span : slice or None
+        The slots of decode rows, if they are evenly spaced.
     convolution, chunks : ConvolutionPlan and ChunkPlan, or None
         None if there is no prefill row.
     """
@@ -43,7 +44,7 @@ class GdnStep:
     num_decodes: int
     decode_slots: Tensor
     prefill_slots: Tensor
-    decode_runs: tuple[StateRun, ...] | None
+    decode_span: slice | None
     convolution: ConvolutionPlan | None = None
     chunks: ChunkPlan | None = None
 
@@ -131,7 +132,7 @@ def _gdn(
         num_decodes=count,
         decode_slots=slots[:count],
         prefill_slots=slots[count:],
-        decode_runs=plan_runs(slots[:count], ssm),
+        decode_span=evenly_spaced(slots[:count]),
         convolution=convolution,
         chunks=chunks,
     )
