@@ -1,7 +1,8 @@
 """Suite ``kernels``: one operation at a time against the reference in float64.
 
-Inputs lie in guarded memory full of NaN (`servespec.conformance.checks.guarded`). In-place tensors
-are compared whole: what an operation should write within a bound, every other byte exactly.
+Inputs lie in guarded memory full of NaN (`servespec.conformance.checks.guarded`), and so does what
+an operation allocates. In-place tensors are compared whole: what an operation should write within
+a bound, every other byte exactly.
 """
 
 from __future__ import annotations

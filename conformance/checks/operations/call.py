@@ -20,7 +20,7 @@ from torch import Tensor
 from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.bounds import CONDITION, TAIL
-from servespec.conformance.checks.guarded import Memory
+from servespec.conformance.checks.guarded import Allocations, Memory
 from servespec.conformance.verdicts import DivergedError, Divergence, Tally, attempt
 from servespec.conformance.workloads.kernels import KernelCase
 
@@ -78,10 +78,7 @@ class Call:
 
     def dense(self, name: str, values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
         """Place values that an operation wants without gaps."""
-        gap, self.memory.gap = self.memory.gap, 0
-        placed = self.memory.put(name, values, dtype)
-        self.memory.gap = gap
-        return placed
+        return self.memory.put(name, values, dtype, dense=True)
 
     def ints(self, name: str, values: npt.NDArray[Any]) -> Tensor:
         """Place integers as int32."""
@@ -93,7 +90,8 @@ class Call:
         if operation is None:
             raise ImplementationFailed(f"make_kernels gives no operation {name!r}")
         self.memory.seal()
-        return attempt(operation, *arguments, **options)
+        with Allocations(self.memory):
+            return attempt(operation, *arguments, **options)
 
     def compare(self, name: str, expected: Array, got: Any, bound: float) -> None:
         """Compare a result, or part of an in-place tensor."""

@@ -9,6 +9,7 @@ import torch
 
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks import kernels
+from servespec.conformance.checks.guarded import Allocations, Memory
 from servespec.conformance.verdicts import run_check
 from servespec.conformance.workloads.kernels import KernelCase, make_kernel_case
 from servespec.conformance.workloads.workload import Workload
@@ -70,6 +71,60 @@ def test_an_input_that_is_changed_shows():
         return tokens
 
     assert verdict(case("greedy"), greedy=wrong).field == "logits.memory"
+
+
+ALLOCATIONS = {
+    "empty": lambda x, n: torch.empty(n, dtype=torch.int64),
+    "empty_like": lambda x, n: torch.empty_like(x[:, 0], dtype=torch.int64),
+    "empty_strided": lambda x, n: torch.empty_strided((n,), (1,), dtype=torch.int64),
+    "new_empty": lambda x, n: x.new_empty(n, dtype=torch.int64),
+    "zeros": lambda x, n: torch.zeros(n, dtype=torch.int64),
+    "new_zeros": lambda x, n: x.new_zeros(n, dtype=torch.int64),
+    "full": lambda x, n: torch.full((n,), 0),
+}
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+@pytest.mark.parametrize("past", [-1, 3])
+def test_a_write_beside_what_the_launcher_allocated_shows(name, past):
+    def launcher(logits, *, wrong):
+        out = ALLOCATIONS[name](logits, len(logits))
+        out.copy_(logits.argmax(-1))
+        if wrong:
+            out.as_strided((1,), (1,), out.storage_offset() + past)[0] = 7
+        return out
+
+    whole = case("greedy", lengths=(1, 1, 1), contexts=(0, 0, 0))
+    assert verdict(whole, greedy=lambda x: launcher(x, wrong=False)) is None
+    found = verdict(whole, greedy=lambda x: launcher(x, wrong=True))
+    assert found.field == f"{name}[3].memory"
+    assert f"element {past} of the buffer" in found.got
+
+
+def test_an_element_that_is_left_unwritten_shows():
+    def wrong(x):
+        out = torch.empty_like(x, dtype=torch.float32)
+        kept = out.flatten()[:-1]
+        kept.copy_((x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)).flatten()[:-1])
+        return out
+
+    found = verdict(case("l2_norm", lengths=(3,)), l2_norm=wrong)
+    assert found.field == "l2_norm.l2_norm[2, 0, 31]"
+    assert found.got == "nan"
+
+
+def test_allocations_keep_their_layout_and_values():
+    memory = Memory(gap=0)
+    strange = torch.zeros(4, 3, 2).permute(2, 0, 1)
+    with Allocations(memory):
+        like, scalar, none = torch.empty_like(strange), torch.zeros(()), torch.empty(0, 5)
+        ones = torch.ones(2, 3, dtype=torch.bfloat16)
+    assert (like.shape, like.stride()) == (strange.shape, torch.empty_like(strange).stride())
+    assert like.isnan().all()
+    assert scalar.item() == 0.0
+    assert none.shape == (0, 5)
+    assert torch.equal(ones, torch.ones(2, 3, dtype=torch.bfloat16))
+    memory.check({})
 
 
 def test_a_read_of_what_nobody_wrote_shows():
