@@ -1,9 +1,9 @@
 """The newer V0 block manager: lookahead slots, and a table that knows how many slots are taken.
 
-It keeps the same pools and tables as `servespec.reference.cache.v0_blocks` and differs in these
-rules: the lowest id is given out first at the start; a group needs a free block for each block
-its new tokens and lookahead slots touch; sequences are swapped one by one, so shared blocks come
-apart.
+It shares pools and tables (`servespec.reference.cache.v0_space`) with the older manager,
+`servespec.reference.cache.v0_blocks`, and differs in these rules: the lowest id is given out first
+at the start; a group needs a free block for each block its new tokens and lookahead slots touch;
+sequences are swapped one by one, so shared blocks come apart.
 
 Source: ``BlockSpaceManagerV2``, ``BlockTable`` and ``NaiveBlockAllocator`` of ``vllm/core`` of
 vLLM 0.5.1 (``use_v2_block_manager``), without prefix caching, sliding windows and cross attention.
@@ -14,16 +14,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from servespec.reference.cache.v0_blocks import (
+from servespec.reference.cache.v0_space import (
     BlockMoves,
-    BlockPool,
     BlockSpace,
     BlockTable,
-    Device,
+    blocks_for,
     can_allocate,
+    can_swap_out,
     fork,
     free,
+    free_space,
+    swap,
+    swap_in_status,
     take,
+    take_or_fail,
+    with_table,
     withdraw,
 )
 from servespec.reference.contracts.v0 import AllocStatus, V0CacheConfig, V0SchedulingError
@@ -45,13 +50,7 @@ __all__ = [
 
 def initial_space(config: V0CacheConfig) -> BlockSpace:
     """Return a space in which every block is free; the lowest id of a pool is given out first."""
-    return BlockSpace(
-        config=config, gpu=_full_pool(config.num_gpu_blocks), cpu=_full_pool(config.num_cpu_blocks)
-    )
-
-
-def _full_pool(num_blocks: int) -> BlockPool:
-    return BlockPool(free=tuple(range(num_blocks)), ref_counts=(0,) * num_blocks)
+    return free_space(config, highest_first=False)
 
 
 def allocate(space: BlockSpace, seq_id: int, num_tokens: int, num_seqs: int) -> BlockSpace:
@@ -65,9 +64,9 @@ def allocate(space: BlockSpace, seq_id: int, num_tokens: int, num_seqs: int) -> 
     num_seqs : int
         Sequences of the group; of no effect here.
     """
-    gpu, blocks = take(space.gpu, -(-num_tokens // space.config.block_size))
+    gpu, blocks = take(space.gpu, blocks_for(space, num_tokens))
     table = BlockTable(blocks=blocks, num_full_slots=num_tokens)
-    return replace(space, gpu=gpu, tables={**space.tables, seq_id: table})
+    return with_table(replace(space, gpu=gpu), seq_id, table)
 
 
 def can_append_slots(
@@ -119,7 +118,7 @@ def append_slots(
     size = space.config.block_size
     table = space.tables[seq_id]
     missing = num_tokens + num_lookahead_slots - len(table.blocks) * size
-    gpu, new = _take_or_fail(space.gpu, max(0, -(-missing // size)), seq_id)
+    gpu, new = take_or_fail(space.gpu, max(0, -(-missing // size)), seq_id)
     blocks = [*table.blocks, *new]
     first = table.num_full_slots // size
     if first == len(blocks):
@@ -130,12 +129,11 @@ def append_slots(
     for index in range(first, max(first + 1, -(-num_tokens // size))):
         source = blocks[index]
         if gpu.ref_counts[source] > 1:
-            gpu, target = _take_or_fail(withdraw(gpu, (source,)), 1, seq_id)
+            gpu, target = take_or_fail(withdraw(gpu, (source,)), 1, seq_id)
             blocks[index] = target[0]
             copies.append((source, target[0]))
     table = BlockTable(blocks=tuple(blocks), num_full_slots=num_tokens)
-    space = replace(space, gpu=gpu, tables={**space.tables, seq_id: table})
-    return space, tuple(copies)
+    return with_table(replace(space, gpu=gpu), seq_id, table), tuple(copies)
 
 
 def can_swap_in(space: BlockSpace, seq_ids: Sequence[int], num_lookahead_slots: int) -> AllocStatus:
@@ -163,12 +161,7 @@ def can_swap_in(space: BlockSpace, seq_ids: Sequence[int], num_lookahead_slots: 
                 whole.add(block)
             else:
                 touched += max(1, -(-(num_lookahead_slots - empty) // size))
-    required = touched + len(whole)
-    if space.gpu.num_blocks < required:
-        return AllocStatus.NEVER
-    if len(space.gpu.free) - required >= space.config.watermark_blocks:
-        return AllocStatus.OK
-    return AllocStatus.LATER
+    return swap_in_status(space, touched + len(whole))
 
 
 def swap_in(space: BlockSpace, seq_ids: Sequence[int]) -> tuple[BlockSpace, BlockMoves]:
@@ -185,14 +178,7 @@ def swap_in(space: BlockSpace, seq_ids: Sequence[int]) -> tuple[BlockSpace, Bloc
     V0SchedulingError
         ``pool_exhausted``.
     """
-    cpu, gpu, tables, moves = _move(space.cpu, space.gpu, space.tables, seq_ids, "gpu")
-    return replace(space, cpu=cpu, gpu=gpu, tables=tables), moves
-
-
-def can_swap_out(space: BlockSpace, seq_ids: Sequence[int]) -> bool:
-    """Tell whether the CPU pool has room for the blocks of a group, shared ones counted once."""
-    blocks = {block for seq_id in seq_ids for block in space.tables[seq_id].blocks}
-    return len(blocks) <= len(space.cpu.free)
+    return swap(space, seq_ids, "gpu", keep_shared=False)
 
 
 def swap_out(space: BlockSpace, seq_ids: Sequence[int]) -> tuple[BlockSpace, BlockMoves]:
@@ -209,32 +195,4 @@ def swap_out(space: BlockSpace, seq_ids: Sequence[int]) -> tuple[BlockSpace, Blo
     V0SchedulingError
         ``pool_exhausted``.
     """
-    gpu, cpu, tables, moves = _move(space.gpu, space.cpu, space.tables, seq_ids, "cpu")
-    return replace(space, cpu=cpu, gpu=gpu, tables=tables), moves
-
-
-def _move(
-    source: BlockPool,
-    target: BlockPool,
-    tables: Mapping[int, BlockTable],
-    seq_ids: Sequence[int],
-    device: Device,
-) -> tuple[BlockPool, BlockPool, Mapping[int, BlockTable], BlockMoves]:
-    moves: list[tuple[int, int]] = []
-    tables = dict(tables)
-    for seq_id in seq_ids:
-        table = tables[seq_id]
-        source = withdraw(source, table.blocks)
-        target, given = _take_or_fail(target, len(table.blocks), seq_id)
-        moves += zip(table.blocks, given, strict=True)
-        tables[seq_id] = replace(table, device=device, blocks=given)
-    return source, target, tables, tuple(moves)
-
-
-def _take_or_fail(pool: BlockPool, count: int, seq_id: int) -> tuple[BlockPool, tuple[int, ...]]:
-    if count > len(pool.free):
-        raise V0SchedulingError(
-            "pool_exhausted",
-            f"sequence {seq_id} needs {count} more blocks and {len(pool.free)} are free",
-        )
-    return take(pool, count)
+    return swap(space, seq_ids, "cpu", keep_shared=False)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from servespec.reference.cache.v0_blocks import BlockSpace
+from servespec.reference.cache.v0_space import BlockSpace
 from servespec.reference.contracts.errors import DuplicateRequestError
 from servespec.reference.contracts.v0 import (
     ScheduledSequenceGroup,
@@ -35,11 +35,9 @@ from servespec.reference.scheduling.v0_budget import SchedulingBudget
 from servespec.reference.scheduling.v0_manager import block_manager
 from servespec.reference.scheduling.v0_outputs import process_outputs
 from servespec.reference.scheduling.v0_queues import (
-    PrefillPass,
     Queue,
-    RunningPass,
+    QueuePass,
     Scheduled,
-    SwappedPass,
     schedule_prefills,
     schedule_running,
     schedule_swapped,
@@ -279,12 +277,12 @@ def _schedule_default(state: V0State, now: float) -> tuple[V0State, V0SchedulerO
     budget = _fresh_budget(config)
     for group in state.running:
         budget = budget.add_num_seqs(group.request_id, group.max_num_running_seqs)
-    prefilled = PrefillPass(remaining=state.waiting, space=state.space, budget=budget)
+    prefilled = QueuePass(remaining=state.waiting, space=state.space, budget=budget)
     delay = state.delay
     if not state.swapped:
         prefilled, delay = _consider_prompts(state, state.space, budget, now, False)
-    ran = RunningPass(remaining=state.running, space=prefilled.space, budget=prefilled.budget)
-    swapped = SwappedPass(remaining=state.swapped, space=ran.space, budget=ran.budget)
+    ran = QueuePass(remaining=state.running, space=prefilled.space, budget=prefilled.budget)
+    swapped = QueuePass(remaining=state.swapped, space=ran.space, budget=ran.budget)
     if not prefilled.prefills:
         ran = schedule_running(state.running, prefilled.space, prefilled.budget, config, now, False)
         swapped = _swap_in_if_calm(state, ran, now)
@@ -344,10 +342,10 @@ def _fresh_budget(config: V0SchedulerConfig) -> SchedulingBudget:
     )
 
 
-def _swap_in_if_calm(state: V0State, ran: RunningPass, now: float) -> SwappedPass:
+def _swap_in_if_calm(state: V0State, ran: QueuePass, now: float) -> QueuePass:
     """Swap in unless this step preempted, which means that there is no room to come back to."""
     if ran.preempted or ran.swapped_out:
-        return SwappedPass(remaining=state.swapped, space=ran.space, budget=ran.budget)
+        return QueuePass(remaining=state.swapped, space=ran.space, budget=ran.budget)
     return schedule_swapped(state.swapped, ran.space, ran.budget, state.scheduler_config, now)
 
 
@@ -357,7 +355,7 @@ def _consider_prompts(
     budget: SchedulingBudget,
     now: float,
     enable_chunking: bool,
-) -> tuple[PrefillPass, PromptDelay]:
+) -> tuple[QueuePass, PromptDelay]:
     """Admit prompts unless they are to be held back for others to join them.
 
     They are held back while something runs and the oldest of them has waited no longer than
@@ -370,7 +368,7 @@ def _consider_prompts(
         earliest = min(group.request.arrival_time for group in state.waiting)
         held_back = now - earliest <= config.delay_factor * latency
     if held_back:
-        prefilled = PrefillPass(remaining=state.waiting, space=space, budget=budget)
+        prefilled = QueuePass(remaining=state.waiting, space=space, budget=budget)
     else:
         prefilled = schedule_prefills(state.waiting, space, budget, config, enable_chunking)
     return prefilled, PromptDelay(
@@ -380,9 +378,9 @@ def _consider_prompts(
 
 def _conclude(
     state: V0State,
-    prefilled: PrefillPass,
-    ran: RunningPass,
-    swapped: SwappedPass,
+    prefilled: QueuePass,
+    ran: QueuePass,
+    swapped: QueuePass,
     budget: SchedulingBudget,
     running: Queue,
     scheduled: tuple[Scheduled, ...],
@@ -407,11 +405,11 @@ def _conclude(
         scheduled_seq_groups=tuple(_describe(item, state.space) for item in scheduled),
         num_prefill_groups=num_prefills,
         num_batched_tokens=budget.num_batched_tokens,
-        blocks_to_swap_in=swapped.blocks_to_swap_in,
-        blocks_to_swap_out=ran.blocks_to_swap_out,
+        blocks_to_swap_in=swapped.blocks_to_swap,
+        blocks_to_swap_out=ran.blocks_to_swap,
         blocks_to_copy=(*ran.blocks_to_copy, *swapped.blocks_to_copy),
         ignored_request_ids=tuple(
-            group.request_id for group in (*prefilled.ignored, *swapped.infeasible)
+            group.request_id for group in (*prefilled.infeasible, *swapped.infeasible)
         ),
         num_lookahead_slots=config.num_lookahead_slots,
         running_queue_size=len(running),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from servespec.reference.cache import v0_blocks, v0_blocks_v2
-from servespec.reference.cache.v0_blocks import BlockMoves, BlockSpace
+from servespec.reference.cache.v0_space import BlockMoves, BlockSpace
 from servespec.reference.contracts.v0 import AllocStatus, V0CacheConfig, V0SchedulerConfig
 
 __all__ = ["BlockManager", "block_manager"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as GenericSequence
 from dataclasses import replace
 
-from servespec.reference.cache.v0_blocks import BlockSpace
+from servespec.reference.cache.v0_space import BlockSpace
 from servespec.reference.contracts.errors import RequestError
 from servespec.reference.contracts.v0 import (
     SequenceGroupOutput,

@@ -1,7 +1,8 @@
 """The three passes over the V0 queues: running, swapped, waiting.
 
-Each pass takes a queue, the blocks and the budget, and returns what it scheduled, what remains of
-the queue, and both resources as they are then. A policy is a choice and an order of passes.
+Each pass takes a queue, the blocks and the budget, and returns a `QueuePass`: what it scheduled,
+what remains of the queue, and both resources as they are then. A policy is a choice and an order
+of passes.
 
 Source: ``_schedule_running``, ``_schedule_swapped``, ``_schedule_prefills``,
 ``_get_num_new_tokens`` and ``_preempt`` of ``vllm/core/scheduler.py`` of vLLM 0.5.1.
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from servespec.reference.cache.v0_blocks import BlockMoves, BlockSpace
+from servespec.reference.cache.v0_space import BlockMoves, BlockSpace
 from servespec.reference.contracts.v0 import (
     AllocStatus,
     PreemptionMode,
@@ -30,11 +31,9 @@ from servespec.reference.scheduling.v0_sequences import (
 )
 
 __all__ = [
-    "PrefillPass",
     "Queue",
-    "RunningPass",
+    "QueuePass",
     "Scheduled",
-    "SwappedPass",
     "num_new_tokens",
     "schedule_prefills",
     "schedule_running",
@@ -54,18 +53,22 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningPass:
-    """What became of the running queue.
+class QueuePass:
+    """What became of one queue; as it starts, nothing is scheduled and all of the queue remains.
 
     Attributes
     ----------
     remaining : tuple of SequenceGroup
-        Groups the token budget did not reach; they keep their blocks and sit the step out.
+        Groups that sit the step out, in order; running ones keep their blocks.
     decodes, prefills : tuple of Scheduled
+    infeasible : tuple of SequenceGroup
+        Waiting groups that are too long, swapped ones that can never come back.
     preempted : tuple of SequenceGroup
-        Groups to be recomputed, in order of preemption.
+        Running groups to be recomputed, in order of preemption.
     swapped_out : tuple of SequenceGroup
-    blocks_to_swap_out, blocks_to_copy : tuple of (int, int)
+    blocks_to_swap : tuple of (int, int)
+        Out of the GPU for running groups, into it for swapped ones.
+    blocks_to_copy : tuple of (int, int)
     space : BlockSpace
     budget : SchedulingBudget
     """
@@ -73,35 +76,11 @@ class RunningPass:
     remaining: Queue
     decodes: tuple[Scheduled, ...] = ()
     prefills: tuple[Scheduled, ...] = ()
+    infeasible: Queue = ()
     preempted: Queue = ()
     swapped_out: Queue = ()
-    blocks_to_swap_out: BlockMoves = ()
+    blocks_to_swap: BlockMoves = ()
     blocks_to_copy: BlockMoves = ()
-    space: BlockSpace
-    budget: SchedulingBudget
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwappedPass:
-    """What became of the swapped queue; `infeasible` groups can never come back."""
-
-    remaining: Queue
-    decodes: tuple[Scheduled, ...] = ()
-    prefills: tuple[Scheduled, ...] = ()
-    infeasible: Queue = ()
-    blocks_to_swap_in: BlockMoves = ()
-    blocks_to_copy: BlockMoves = ()
-    space: BlockSpace
-    budget: SchedulingBudget
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillPass:
-    """What became of the waiting queue; `ignored` groups are too long."""
-
-    remaining: Queue
-    prefills: tuple[Scheduled, ...] = ()
-    ignored: Queue = ()
     space: BlockSpace
     budget: SchedulingBudget
 
@@ -152,7 +131,7 @@ def schedule_running(
     config: V0SchedulerConfig,
     now: float,
     enable_chunking: bool,
-) -> RunningPass:
+) -> QueuePass:
     """Let the running groups go on, oldest first; make room by preempting the youngest.
 
     A group that cannot get its slots preempts from the end of the queue until it can, and at
@@ -174,56 +153,29 @@ def schedule_running(
     V0SchedulingError
         ``swap_space``, ``recompute_of_forks``, ``pool_exhausted`` or ``append_past_table``.
     """
-    manager = block_manager(config)
+    manager, lookahead = block_manager(config), config.num_lookahead_slots
+    ran = QueuePass(remaining=queue, space=space, budget=budget)
     pending = deque(_by_arrival(queue, now))
-    decodes: list[Scheduled] = []
-    prefills: list[Scheduled] = []
-    preempted: list[SequenceGroup] = []
-    swapped_out: list[SequenceGroup] = []
-    moves: list[tuple[int, int]] = []
-    copies: list[tuple[int, int]] = []
     while pending:
         group = pending[0]
-        count = num_new_tokens(group, RUNNING, enable_chunking, budget, config.chunk_alignment)
+        count = num_new_tokens(group, RUNNING, enable_chunking, ran.budget, config.chunk_alignment)
         if count == 0:
             break
         pending.popleft()
         survives = True
         while survives and not manager.can_append_slots(
-            space, _known_tokens(group, RUNNING), config.num_lookahead_slots
+            ran.space, _known_tokens(group, RUNNING), lookahead
         ):
-            budget = budget.subtract_num_seqs(group.request_id, group.max_num_running_seqs)
+            budget = ran.budget.subtract_num_seqs(group.request_id, group.max_num_running_seqs)
             survives = len(pending) > 0
             victim = pending.pop() if survives else group
-            if _preemption_mode(victim, config) == "recompute":
-                space, victim = _preempt_by_recompute(victim, space, manager)
-                preempted.append(victim)
-            else:
-                space, victim, moved = _preempt_by_swap(victim, space, manager)
-                swapped_out.append(victim)
-                moves += moved
+            ran = _preempt(replace(ran, budget=budget), victim, config)
         if not survives:
             continue
-        space, copied = _append_slots(group, space, manager, config.num_lookahead_slots)
-        copies += copied
-        if group.is_prefill:
-            prefills.append(Scheduled(group=group, token_chunk_size=count))
-        else:
-            decodes.append(Scheduled(group=group, token_chunk_size=1))
-        budget = budget.add_num_batched_tokens(group.request_id, count)
+        ran = _go_on(ran, group, count, config)
         if enable_chunking:
-            budget = budget.add_num_seqs(group.request_id, group.max_num_running_seqs)
-    return RunningPass(
-        remaining=tuple(pending),
-        decodes=tuple(decodes),
-        prefills=tuple(prefills),
-        preempted=tuple(preempted),
-        swapped_out=tuple(swapped_out),
-        blocks_to_swap_out=tuple(moves),
-        blocks_to_copy=tuple(copies),
-        space=space,
-        budget=budget,
-    )
+            ran = _register_seqs(ran, group)
+    return replace(ran, remaining=tuple(pending))
 
 
 def schedule_swapped(
@@ -232,7 +184,7 @@ def schedule_swapped(
     budget: SchedulingBudget,
     config: V0SchedulerConfig,
     now: float,
-) -> SwappedPass:
+) -> QueuePass:
     """Bring swapped groups back, oldest first, until one has no blocks or no budget.
 
     No policy lets this pass cut a prompt: an unfinished prefill comes back only in a step that
@@ -254,48 +206,27 @@ def schedule_swapped(
         ``pool_exhausted`` or ``append_past_table``.
     """
     manager = block_manager(config)
+    swapped = QueuePass(remaining=queue, space=space, budget=budget)
     pending = deque(_by_arrival(queue, now))
-    decodes: list[Scheduled] = []
-    prefills: list[Scheduled] = []
-    infeasible: list[SequenceGroup] = []
-    moves: list[tuple[int, int]] = []
-    copies: list[tuple[int, int]] = []
     while pending:
         group = pending[0]
         seq_ids = tuple(seq.seq_id for seq in group.with_seqs_in(SWAPPED))
         lookahead = 0 if group.is_prefill else config.num_lookahead_slots
-        status = manager.can_swap_in(space, seq_ids, lookahead)
+        status = manager.can_swap_in(swapped.space, seq_ids, lookahead)
         if status is AllocStatus.LATER:
             break
         if status is AllocStatus.NEVER:
-            infeasible.append(pending.popleft())
+            swapped = replace(swapped, infeasible=(*swapped.infeasible, pending.popleft()))
             continue
-        count = num_new_tokens(group, SWAPPED, False, budget, config.chunk_alignment)
-        num_seqs = group.max_num_running_seqs
-        if not budget.can_schedule(count, num_seqs):
+        count = num_new_tokens(group, SWAPPED, False, swapped.budget, config.chunk_alignment)
+        if not swapped.budget.can_schedule(count, group.max_num_running_seqs):
             break
         pending.popleft()
-        space, moved = manager.swap_in(space, seq_ids)
-        moves += moved
+        space, moves = manager.swap_in(swapped.space, seq_ids)
+        swapped = replace(swapped, space=space, blocks_to_swap=(*swapped.blocks_to_swap, *moves))
         group = with_status(group, SWAPPED, RUNNING)
-        space, copied = _append_slots(group, space, manager, config.num_lookahead_slots)
-        copies += copied
-        if group.is_prefill:
-            prefills.append(Scheduled(group=group, token_chunk_size=count))
-        else:
-            decodes.append(Scheduled(group=group, token_chunk_size=1))
-        budget = budget.add_num_batched_tokens(group.request_id, count)
-        budget = budget.add_num_seqs(group.request_id, num_seqs)
-    return SwappedPass(
-        remaining=tuple(pending),
-        decodes=tuple(decodes),
-        prefills=tuple(prefills),
-        infeasible=tuple(infeasible),
-        blocks_to_swap_in=tuple(moves),
-        blocks_to_copy=tuple(copies),
-        space=space,
-        budget=budget,
-    )
+        swapped = _register_seqs(_go_on(swapped, group, count, config), group)
+    return replace(swapped, remaining=tuple(pending))
 
 
 def schedule_prefills(
@@ -304,7 +235,7 @@ def schedule_prefills(
     budget: SchedulingBudget,
     config: V0SchedulerConfig,
     enable_chunking: bool,
-) -> PrefillPass:
+) -> QueuePass:
     """Admit waiting groups from the head of the queue, which is not sorted.
 
     A prompt over the limit (`max_model_len`; without chunking also the token budget, which is no
@@ -321,33 +252,30 @@ def schedule_prefills(
     enable_chunking : bool
     """
     manager = block_manager(config)
+    admitted = QueuePass(remaining=queue, space=space, budget=budget)
     pending = deque(queue)
-    prefills: list[Scheduled] = []
-    ignored: list[SequenceGroup] = []
     while pending:
         group = pending[0]
         (seq,) = group.with_seqs_in(WAITING)
+        space, budget = admitted.space, admitted.budget
         count = num_new_tokens(group, WAITING, enable_chunking, budget, config.chunk_alignment)
         status = manager.can_allocate(space, seq.num_tokens)
         if count > config.max_model_len or status is AllocStatus.NEVER:
-            ignored.append(pending.popleft())
+            admitted = replace(admitted, infeasible=(*admitted.infeasible, pending.popleft()))
             continue
         num_seqs = group.max_num_running_seqs
         if status is AllocStatus.LATER or count == 0 or not budget.can_schedule(count, num_seqs):
             break
         pending.popleft()
-        space = manager.allocate(space, seq.seq_id, seq.num_tokens, len(group.seqs))
-        group = with_status(group, WAITING, RUNNING)
-        prefills.append(Scheduled(group=group, token_chunk_size=count))
-        budget = budget.add_num_batched_tokens(group.request_id, count)
-        budget = budget.add_num_seqs(group.request_id, num_seqs)
-    return PrefillPass(
-        remaining=tuple(pending),
-        prefills=tuple(prefills),
-        ignored=tuple(ignored),
-        space=space,
-        budget=budget,
-    )
+        item = Scheduled(group=with_status(group, WAITING, RUNNING), token_chunk_size=count)
+        admitted = replace(
+            admitted,
+            prefills=(*admitted.prefills, item),
+            space=manager.allocate(space, seq.seq_id, seq.num_tokens, len(group.seqs)),
+            budget=budget.add_num_batched_tokens(group.request_id, count),
+        )
+        admitted = _register_seqs(admitted, group)
+    return replace(admitted, remaining=tuple(pending))
 
 
 def _by_arrival(queue: Queue, now: float) -> Sequence[SequenceGroup]:
@@ -359,14 +287,39 @@ def _known_tokens(group: SequenceGroup, status: SequenceStatus) -> dict[int, int
     return {seq.seq_id: seq.num_tokens for seq in group.with_seqs_in(status)}
 
 
-def _append_slots(
-    group: SequenceGroup, space: BlockSpace, manager: BlockManager, num_lookahead_slots: int
-) -> tuple[BlockSpace, list[tuple[int, int]]]:
-    copies: list[tuple[int, int]] = []
+def _go_on(
+    done: QueuePass, group: SequenceGroup, count: int, config: V0SchedulerConfig
+) -> QueuePass:
+    """Schedule a group whose blocks are on the GPU: give it slots and register its tokens."""
+    manager, space, copies = block_manager(config), done.space, done.blocks_to_copy
     for seq_id, num_tokens in _known_tokens(group, RUNNING).items():
-        space, copied = manager.append_slots(space, seq_id, num_tokens, num_lookahead_slots)
-        copies += copied
-    return space, copies
+        space, copied = manager.append_slots(space, seq_id, num_tokens, config.num_lookahead_slots)
+        copies = (*copies, *copied)
+    budget = done.budget.add_num_batched_tokens(group.request_id, count)
+    done = replace(done, space=space, budget=budget, blocks_to_copy=copies)
+    if group.is_prefill:
+        item = Scheduled(group=group, token_chunk_size=count)
+        return replace(done, prefills=(*done.prefills, item))
+    return replace(done, decodes=(*done.decodes, Scheduled(group=group, token_chunk_size=1)))
+
+
+def _register_seqs(done: QueuePass, group: SequenceGroup) -> QueuePass:
+    budget = done.budget.add_num_seqs(group.request_id, group.max_num_running_seqs)
+    return replace(done, budget=budget)
+
+
+def _preempt(ran: QueuePass, victim: SequenceGroup, config: V0SchedulerConfig) -> QueuePass:
+    manager = block_manager(config)
+    if _preemption_mode(victim, config) == "recompute":
+        space, victim = _preempt_by_recompute(victim, ran.space, manager)
+        return replace(ran, space=space, preempted=(*ran.preempted, victim))
+    space, victim, moves = _preempt_by_swap(victim, ran.space, manager)
+    return replace(
+        ran,
+        space=space,
+        swapped_out=(*ran.swapped_out, victim),
+        blocks_to_swap=(*ran.blocks_to_swap, *moves),
+    )
 
 
 def _preemption_mode(group: SequenceGroup, config: V0SchedulerConfig) -> PreemptionMode:
