@@ -18,6 +18,7 @@ __all__ = [
     "Request",
     "RequestStatus",
     "SamplingParams",
+    "require_prompt",
 ]
 
 
@@ -157,6 +158,24 @@ class SamplingParams:
         )
 
 
+def require_prompt(field: str, token_ids: tuple[int, ...]) -> None:
+    """Raise `ConfigError` unless a prompt has a token and no negative one.
+
+    Parameters
+    ----------
+    field : str
+        Name of the prompt, as for `require`.
+    token_ids : tuple of int
+
+    Raises
+    ------
+    ConfigError
+    """
+    require(len(token_ids) > 0, field, token_ids, "at least one token")
+    smallest = min(token_ids)
+    require(smallest >= 0, field, smallest, "token ids of at least 0")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A prompt and what is wanted of it.
@@ -187,16 +206,8 @@ class Request:
     lora_name: str | None = None
 
     def __post_init__(self) -> None:
-        where = f"Request({self.request_id!r})"
         require(len(self.request_id) > 0, "Request.request_id", self.request_id, "not empty")
-        require(
-            len(self.prompt_token_ids) > 0,
-            f"{where}.prompt_token_ids",
-            self.prompt_token_ids,
-            "at least one token",
-        )
-        smallest = min(self.prompt_token_ids)
-        require(smallest >= 0, f"{where}.prompt_token_ids", smallest, "token ids of at least 0")
+        require_prompt(f"Request({self.request_id!r}).prompt_token_ids", self.prompt_token_ids)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -15,7 +15,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Literal
 
 from servespec.reference.contracts.errors import require
-from servespec.reference.contracts.request import FinishReason, SamplingParams
+from servespec.reference.contracts.request import FinishReason, SamplingParams, require_prompt
 
 if TYPE_CHECKING:
     from servespec.reference.contracts.config import EngineConfig
@@ -359,18 +359,11 @@ class SequenceGroupRequest:
     arrival_time: float = 0.0
 
     def __post_init__(self) -> None:
-        where = f"SequenceGroupRequest({self.request_id!r})"
         require(
             len(self.request_id) > 0, "SequenceGroupRequest.request_id", self.request_id, "a name"
         )
-        require(
-            len(self.prompt_token_ids) > 0,
-            f"{where}.prompt_token_ids",
-            self.prompt_token_ids,
-            "at least one token",
-        )
-        smallest = min(self.prompt_token_ids)
-        require(smallest >= 0, f"{where}.prompt_token_ids", smallest, "token ids of at least 0")
+        where = f"SequenceGroupRequest({self.request_id!r})"
+        require_prompt(f"{where}.prompt_token_ids", self.prompt_token_ids)
         require(self.best_of >= 1, f"{where}.best_of", self.best_of, "at least 1")
 
 
