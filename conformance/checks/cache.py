@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-
-from hypothesis import strategies as st
+from functools import partial
 
 from servespec.conformance.adapters.base import SchedulerFactory, SchedulerUnderTest
 from servespec.conformance.adapters.failure import ImplementationFailed
@@ -20,7 +19,7 @@ from servespec.conformance.checks.suite import Suite
 from servespec.conformance.compare import shown
 from servespec.conformance.verdicts import DivergedError, Divergence, Tally, attempt
 from servespec.conformance.workloads.driver import drive
-from servespec.conformance.workloads.scheduling import scheduling
+from servespec.conformance.workloads.scheduling import scheduler_cases
 from servespec.reference.contracts import (
     EngineConfig,
     EngineCoreOutput,
@@ -437,18 +436,11 @@ def _watch(watched: WatchedScheduler, case: Case, tally: Tally) -> None:
                 watched.check_progress()
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Return cases of this suite."""
-    config, workload = draw(scheduling())
-    return Case(suite="cache", config=config, workload=workload)
-
-
 SUITE = Suite(
     name="cache",
     summary="conservation of blocks and progress, without the reference",
     needs="make_scheduler",
-    cases=cases,
+    cases=partial(scheduler_cases, "cache"),
     check=check,
     sizes={"quick": 200, "standard": 2_000, "full": 20_000},
     must_reach=("preemptions", "resumptions", "prefix_hits", "evictions", "idle_steps"),

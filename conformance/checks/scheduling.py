@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import NoReturn
-
-from hypothesis import strategies as st
 
 from servespec.conformance.adapters.base import SchedulerFactory, SchedulerUnderTest
 from servespec.conformance.adapters.failure import ImplementationFailed
@@ -24,7 +23,7 @@ from servespec.conformance.verdicts import (
     attempt,
 )
 from servespec.conformance.workloads.driver import DrivenStep, drive
-from servespec.conformance.workloads.scheduling import scheduling
+from servespec.conformance.workloads.scheduling import scheduler_cases
 from servespec.conformance.workloads.workload import Workload
 from servespec.reference.contracts import (
     EngineConfig,
@@ -264,18 +263,11 @@ def check(case: Case, implementation: SchedulerFactory, tally: Tally) -> None:
     compare(case.config, case.workload, ReferenceImplementation(), implementation, tally)
 
 
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Return cases of this suite."""
-    config, workload = draw(scheduling())
-    return Case(suite="scheduling", config=config, workload=workload)
-
-
 SUITE = Suite(
     name="scheduling",
     summary="every decision and every block of the scheduler",
     needs="make_scheduler",
-    cases=cases,
+    cases=partial(scheduler_cases, "scheduling"),
     check=check,
     sizes={"quick": 300, "standard": 3_000, "full": 30_000},
     must_reach=(

@@ -16,6 +16,7 @@ from typing import Literal
 
 from hypothesis import strategies as st
 
+from servespec.conformance.cases.case import Case
 from servespec.conformance.workloads.workload import Workload, WorkloadStep
 from servespec.reference.contracts import (
     CacheConfig,
@@ -33,7 +34,16 @@ from servespec.reference.contracts import (
     gdn_groups_first,
 )
 
-__all__ = ["LAYOUTS", "Combination", "Layout", "combinations", "make_case", "matrix", "scheduling"]
+__all__ = [
+    "LAYOUTS",
+    "Combination",
+    "Layout",
+    "combinations",
+    "make_case",
+    "matrix",
+    "scheduler_cases",
+    "scheduling",
+]
 
 Layout = Literal["dense", "hybrid none", "hybrid align"]
 LAYOUTS: tuple[Layout, ...] = ("dense", "hybrid none", "hybrid align")
@@ -129,6 +139,18 @@ def scheduling(draw: st.DrawFn, quirks: Quirks | None = None) -> tuple[EngineCon
     """
     combination = draw(combinations())
     return make_case(combination, draw(st.integers(0, 2**32 - 1)), quirks)
+
+
+@st.composite
+def scheduler_cases(draw: st.DrawFn, suite: str) -> Case:
+    """Return cases of a suite that drives a scheduler alone.
+
+    Parameters
+    ----------
+    suite : str
+    """
+    config, workload = draw(scheduling())
+    return Case(suite=suite, config=config, workload=workload)
 
 
 def make_case(
