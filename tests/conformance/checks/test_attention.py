@@ -1,7 +1,7 @@
 """Suite ``attention``: what its cases hold, what its bound allows, and what it notices."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,9 @@ from servespec.conformance.cases.case import Case
 from servespec.conformance.cases.shrink import shrink
 from servespec.conformance.checks.attention import SUITE, attention_bound, check
 from servespec.conformance.cli import main
-from servespec.conformance.drawing import draw_cases
 from servespec.conformance.faults import last_slot_of_a_page
 from servespec.conformance.session import Options, run
-from servespec.conformance.verdicts import CaseResult, Verdict, run_check
+from servespec.conformance.verdicts import Verdict, run_check
 from servespec.conformance.workloads.workload_attention import (
     AttentionCase,
     AttentionConfig,
@@ -31,23 +30,9 @@ from servespec.reference.contracts import AttentionState, ConfigError
 from servespec.reference.numerics.attention import attention
 
 
-def drawn(count: int, seed: int = 0) -> list[Case]:
-    found: list[Case] = []
-    draw_cases(SUITE.cases(), count, seed, lambda case: bool(found.append(case)) or True)
-    return found
-
-
 @pytest.fixture(scope="module")
-def cases() -> list[Case]:
-    return drawn(150)
-
-
-def first_failure(implementation: object, cases: list[Case]) -> tuple[Case, CaseResult]:
-    for case in cases:
-        result = run_check(check, case, implementation)
-        if result.divergence is not None:
-            return case, result
-    raise AssertionError("nothing was found")
+def cases(drawn: Callable[..., list[Case]]) -> list[Case]:
+    return drawn(SUITE.cases(), 150)
 
 
 def test_everything_happens_and_both_sides_agree(cases: list[Case]) -> None:
@@ -173,14 +158,16 @@ def answering(value: object):
         ({"dequantized": lambda _, read: lambda *a: tuple(x * 2 for x in read(*a))}, "dequantized"),
     ],
 )
-def test_a_broken_operation_is_noticed(methods, place: str, cases: list[Case]) -> None:
-    _, result = first_failure(Broken(**methods), cases)
+def test_a_broken_operation_is_noticed(
+    methods, place: str, cases: list[Case], first_failure
+) -> None:
+    _, result = first_failure(check, Broken(**methods), cases)
     assert result.verdict is Verdict.DIVERGED, result
     assert result.divergence is not None
     assert result.divergence.place.startswith(place)
 
 
-def test_one_wrong_byte_of_int8_is_noticed(cases: list[Case]) -> None:
+def test_one_wrong_byte_of_int8_is_noticed(cases: list[Case], first_failure) -> None:
     def change(layer, pages):
         def broken() -> tuple[AnyArray, AnyArray]:
             key, value = pages()
@@ -190,13 +177,15 @@ def test_one_wrong_byte_of_int8_is_noticed(cases: list[Case]) -> None:
         return broken
 
     int8 = [c for c in cases if c.attention and c.attention.config.kv_cache_dtype == "int8"]
-    _, result = first_failure(Broken(pages=change), int8)
+    _, result = first_failure(check, Broken(pages=change), int8)
     assert result.divergence is not None
     assert result.divergence.place == "value_pages"
 
 
 def test_rounding_of_quantisation_is_noticed(
-    cases: list[Case], monkeypatch: pytest.MonkeyPatch
+    cases: list[Case],
+    monkeypatch: pytest.MonkeyPatch,
+    first_failure,
 ) -> None:
     from servespec.fast.kernels import int8_kv
 
@@ -204,7 +193,7 @@ def test_rounding_of_quantisation_is_noticed(
         return (values.to(scale.dtype) * scale.reciprocal()).trunc().clamp(-128, 127).char()
 
     monkeypatch.setattr(int8_kv, "quantize_int8", truncated)
-    _, result = first_failure(FastImplementation(), cases)
+    _, result = first_failure(check, FastImplementation(), cases)
     assert result.divergence is not None
     assert result.divergence.place == "key_pages"
 
@@ -212,9 +201,12 @@ def test_rounding_of_quantisation_is_noticed(
 @pytest.mark.parametrize("answer", [None, 7, "no", np.zeros(3), np.array(["a"])])
 @pytest.mark.parametrize("method", ["attend", "attend_packed", "pages", "dequantized"])
 def test_rubbish_is_a_failure_of_the_implementation(
-    method: str, answer: object, cases: list[Case]
+    method: str,
+    answer: object,
+    cases: list[Case],
+    first_failure,
 ) -> None:
-    _, result = first_failure(Broken(**{method: answering(answer)}), cases)
+    _, result = first_failure(check, Broken(**{method: answering(answer)}), cases)
     assert result.verdict is Verdict.FAILED, result
 
 
@@ -237,9 +229,9 @@ def test_a_missing_slot_is_found_shrunk_written_and_replayed(
     assert run_check(check, content.case, FastImplementation()).verdict is Verdict.EQUAL
 
 
-def test_a_failure_shrinks_to_one_row_of_one_full_page(cases: list[Case]) -> None:
+def test_a_failure_shrinks_to_one_row_of_one_full_page(cases: list[Case], first_failure) -> None:
     wide = [c for c in cases if c.attention and c.attention.config.block_size in (4, 6)]
-    case, result = first_failure(last_slot_of_a_page, wide)
+    case, result = first_failure(check, last_slot_of_a_page, wide)
     small = shrink(case, result, lambda c: run_check(check, c, last_slot_of_a_page), seconds=20)
     given = small.case.attention
     assert given is not None

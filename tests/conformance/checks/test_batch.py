@@ -1,7 +1,7 @@
 """Suite ``batch`` on plans that no scheduler made: what happens in them, and what is noticed."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -17,30 +17,15 @@ from servespec.conformance.cases.case import Case
 from servespec.conformance.cases.shrink import shrink
 from servespec.conformance.checks.batch import SUITE, check, planned_cases
 from servespec.conformance.cli import main
-from servespec.conformance.drawing import draw_cases
 from servespec.conformance.faults.fault import Fault
-from servespec.conformance.verdicts import CHECK_FIELD, CaseResult, Verdict, run_check
+from servespec.conformance.verdicts import CHECK_FIELD, Verdict, run_check
 from servespec.fast.batch import InputBatch
 from servespec.reference.contracts import BatchRecord, EngineConfig, StateMove
 
 
-def drawn(count: int, seed: int = 0) -> list[Case]:
-    found: list[Case] = []
-    draw_cases(planned_cases(), count, seed, lambda case: bool(found.append(case)) or True)
-    return found
-
-
 @pytest.fixture(scope="module")
-def cases() -> list[Case]:
-    return drawn(120)
-
-
-def first_failure(implementation: object, cases: list[Case]) -> tuple[Case, CaseResult]:
-    for case in cases:
-        result = run_check(check, case, implementation)
-        if result.divergence is not None:
-            return case, result
-    raise AssertionError("nothing was found")
+def cases(drawn: Callable[..., list[Case]]) -> list[Case]:
+    return drawn(planned_cases(), 120)
 
 
 def test_everything_happens_and_both_sides_agree(cases: list[Case]) -> None:
@@ -60,7 +45,7 @@ def test_everything_happens_and_both_sides_agree(cases: list[Case]) -> None:
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(BatchRecord)])
-def test_every_field_is_compared(name: str, cases: list[Case]) -> None:
+def test_every_field_is_compared(name: str, cases: list[Case], first_failure) -> None:
     broken = Fault(
         name="broken",
         what="",
@@ -70,7 +55,7 @@ def test_every_field_is_compared(name: str, cases: list[Case]) -> None:
     )
     # A graph and its absence are both None in an engine that knows no graphs.
     case = next(case for case in cases if case.config.graph is not None)
-    _, result = first_failure(broken, [case])
+    _, result = first_failure(check, broken, [case])
     assert result.divergence is not None
     assert result.divergence.place == f"batch.{name}"
 
@@ -87,8 +72,8 @@ class Forgetful(FastImplementation):
         return ForgetfulBatch(InputBatch(config))
 
 
-def test_states_that_are_not_saved_are_noticed(cases: list[Case]) -> None:
-    _, result = first_failure(Forgetful(), cases)
+def test_states_that_are_not_saved_are_noticed(cases: list[Case], first_failure) -> None:
+    _, result = first_failure(check, Forgetful(), cases)
     assert result.divergence is not None
     assert result.divergence.place == "state_saves"
 
@@ -115,11 +100,13 @@ def test_saving_states_is_optional(cases: list[Case]) -> None:
 
 
 def test_a_stale_tail_shows_without_poison_too(
-    cases: list[Case], monkeypatch: pytest.MonkeyPatch
+    cases: list[Case],
+    monkeypatch: pytest.MonkeyPatch,
+    first_failure,
 ) -> None:
     monkeypatch.setattr(InputBatch, "poison", lambda self: None)
     for name in ("stale_padding", "stale_table_tail"):
-        _, result = first_failure(getattr(faults, name), cases)
+        _, result = first_failure(check, getattr(faults, name), cases)
         assert result.divergence is not None
         assert not result.divergence.failed
 
@@ -139,9 +126,9 @@ def test_any_request_and_any_group_can_be_taken_out(cases: list[Case]) -> None:
     assert tried > 120
 
 
-def test_a_failure_shrinks_to_few_plans(cases: list[Case]) -> None:
+def test_a_failure_shrinks_to_few_plans(cases: list[Case], first_failure) -> None:
     fault = faults.stale_table_tail
-    case, result = first_failure(fault, cases)
+    case, result = first_failure(check, fault, cases)
     small = shrink(case, result, lambda c: run_check(check, c, fault), seconds=20)
     assert small.case.plans is not None
     assert case.plans is not None
