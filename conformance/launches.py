@@ -117,15 +117,22 @@ def _attention() -> Iterator[Configuration]:
                     name=f"D={dim} page={page} {name}",
                     arguments=(query, *pages, table, starts, one, 128, 0.1),
                 )
+            int8 = (
+                *(_ones(_BLOCKS, 2, dim // 32, page, 32, dtype=torch.int8),) * 2,
+                *(_ones(2, dim, dtype=torch.bfloat16),) * 2,
+            )
+            name = f"D={dim} page={page} int8"
+            query = _ones(128, 8, dim, dtype=torch.bfloat16)
             yield Configuration(
                 operation="int8_attention_decode",
-                name=f"D={dim} page={page} int8",
-                arguments=(
-                    _ones(1, 8, dim, dtype=torch.bfloat16),
-                    *(_ones(_BLOCKS, 2, dim // 32, page, 32, dtype=torch.int8),) * 2,
-                    *(_ones(2, dim, dtype=torch.bfloat16),) * 2,
-                    *(table, one, 0.1),
-                ),
+                name=name,
+                arguments=(query[:1], *int8, table, one, 0.1),
+                options={"parts": 4 if page == 128 else 1},
+            )
+            yield Configuration(
+                operation="int8_varlen_attention",
+                name=name,
+                arguments=(query, *int8, table, starts, one, 128, 0.1),
             )
         packed = (_ones(128, 2, dim, dtype=torch.bfloat16),) * 2
         yield Configuration(

@@ -133,6 +133,8 @@ class FastImplementation:
     ----------
     make_kernels : callable
         Returns the operations that have kernels, by name; missing where no backend runs.
+    kernel_device : str
+        Where their tensors lie; missing where no backend runs.
     """
 
     name = "fast"
@@ -142,6 +144,7 @@ class FastImplementation:
         if backend is not None:
             # Without Triton there are no kernels to check, and so no factory for them.
             self.make_kernels = partial(operations, backend)
+            self.kernel_device = backend.device
 
     def make_scheduler(
         self,

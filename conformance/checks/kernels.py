@@ -38,7 +38,8 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
     case : Case
     implementation : object
         Offers ``make_kernels``: a mapping of operations by name, on torch tensors, with the
-        parameters of `servespec.fast.kernels.triton`.
+        parameters of `servespec.fast.kernels.triton`. The tensors lie on its ``kernel_device``,
+        where it has that attribute.
     tally : Tally
 
     Raises
@@ -46,7 +47,8 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
     DivergedError, ImplementationFailed
     """
     assert case.kernel is not None
-    call = Call(case, attempt(implementation.make_kernels), tally)
+    device = getattr(implementation, "kernel_device", "cpu")
+    call = Call(case, attempt(implementation.make_kernels), tally, device)
     written = _CHECKS[case.kernel.operation](call)
     call.memory.check(written)
     tally.steps += 1

@@ -18,6 +18,7 @@ OPERATIONS = (
     "varlen_attention",
     "packed_attention",
     "int8_attention_decode",
+    "int8_varlen_attention",
     "convolution_decode",
     "convolution_rows",
     "convolution_speculative",

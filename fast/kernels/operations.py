@@ -42,6 +42,7 @@ def operations(backend: Backend) -> Mapping[str, Callable[..., Any]]:
         gated_delta_rule.gated_delta_rule_rows,
         gated_delta_rule.gating,
         int8_kv.int8_attention_decode,
+        int8_kv.int8_varlen_attention,
         kv_cache.write_int8,
         kv_cache.write_kv,
         norms.gated_rms_norm,

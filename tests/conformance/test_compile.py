@@ -47,7 +47,8 @@ def test_configurations_cover_what_models_need():
         for page in (16, 128):
             for kind in ("bf16", "fp32"):
                 assert ("paged_attention_decode", f"D={dim} page={page} {kind}") in names
-            assert ("int8_attention_decode", f"D={dim} page={page} int8") in names
+            for operation in ("int8_attention_decode", "int8_varlen_attention"):
+                assert (operation, f"D={dim} page={page} int8") in names
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def _packed(call: Call) -> Written:
     return {}
 
 
-def _int8_decode(call: Call) -> Written:
+def _int8(call: Call, operation: str) -> Written:
     case = call.case
     ends = [n + m for n, m in zip(case.lengths, case.contexts, strict=True)]
     width = max(1, max(-(-end // case.block_size) for end in ends))
@@ -195,11 +195,14 @@ def _int8_decode(call: Call) -> Written:
         for cache, scale in zip(integers, (scales.key, scales.value), strict=True)
     )
     query = _query(call)
-    got = call.run(
-        "int8_attention_decode",
-        *(call.put("query", query), *pages, *placed, call.ints("block_table", table)),
-        *(_lens(call), case.dim**-0.5),
-    )
+    cache = (*pages, *placed, call.ints("block_table", table))
+    factor = case.dim**-0.5
+    if operation == "int8_attention_decode":
+        arguments = (*cache, _lens(call), factor)
+        got = call.run(operation, call.put("query", query), *arguments, parts=case.parts)
+    else:
+        rows = (call.ints("query_start_loc", call.starts), _lens(call), max(case.lengths))
+        got = call.run(operation, call.put("query", query), *cache, *rows, factor)
     # Keys are up to 128 steps of 0.03, which makes scores four times those of normal ones.
     bound = 4.0 * error_bound(case.dim + max(ends), 3.0 * 128 * 0.03)
     call.compare("out", _attend(call, query, keys, values), got, bound)
@@ -212,5 +215,6 @@ CHECKS: dict[str, Callable[[Call], Written]] = {
     "paged_attention_decode": _paged_decode,
     "varlen_attention": _varlen,
     "packed_attention": _packed,
-    "int8_attention_decode": _int8_decode,
+    "int8_attention_decode": lambda c: _int8(c, "int8_attention_decode"),
+    "int8_varlen_attention": lambda c: _int8(c, "int8_varlen_attention"),
 }

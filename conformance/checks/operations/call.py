@@ -51,14 +51,14 @@ def error_bound(terms: int, size: float) -> float:
 class Call:
     """What one case needs: numbers, memory, the operations, the tally."""
 
-    def __init__(self, case: Case, operations: Operations, tally: Tally) -> None:
+    def __init__(self, case: Case, operations: Operations, tally: Tally, device: str) -> None:
         assert case.kernel is not None
         self.case: KernelCase = case.kernel
         self.dtype = _DTYPES[case.dtype]
         self.operations = operations
         self.tally = tally
         self.random = np.random.default_rng(self.case.seed)
-        self.memory = Memory(self.case.gap)
+        self.memory = Memory(self.case.gap, device)
         self.rows = len(self.case.lengths)
         self.starts = np.cumsum((0, *self.case.lengths)).astype(np.int32)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -113,6 +115,16 @@ def _delta_inputs(
     return (exact, k.astype(np.float64), v, g, beta), tensors
 
 
+def _chunks(starts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return first token and number of tokens of every chunk of 64."""
+    chunks = [
+        (first, min(64, stop - first))
+        for start, stop in itertools.pairwise(starts.tolist())
+        for first in range(start, stop, 64)
+    ]
+    return np.array(chunks, np.int32).reshape(-1, 2)
+
+
 def _delta_rule(call: Call, operation: str, columns: int = 1) -> Written:
     case = call.case
     heads = case.heads * case.share
@@ -145,9 +157,7 @@ def _delta_rule(call: Call, operation: str, columns: int = 1) -> Written:
     else:
         starts = call.ints("query_start_loc", call.starts)
         if operation == "chunk_gated_delta_rule":
-            table = call.dense(
-                "chunks", call.operations["chunk_table"](starts).numpy(), torch.int32
-            )
+            table = call.dense("chunks", _chunks(call.starts), torch.int32)
             got = call.run(operation, *arguments, call.ints("slots", slots[:, 0]), starts, table)
         else:
             got = call.run(

@@ -11,7 +11,7 @@ from servespec.conformance.cases.case import Case
 from servespec.conformance.checks import kernels
 from servespec.conformance.checks.guarded import Allocations, Memory
 from servespec.conformance.verdicts import run_check
-from servespec.conformance.workloads.kernels import KernelCase, make_kernel_case
+from servespec.conformance.workloads.kernels import OPERATIONS, KernelCase, make_kernel_case
 from servespec.conformance.workloads.workload import Workload
 
 
@@ -113,6 +113,16 @@ def test_an_element_that_is_left_unwritten_shows():
     assert found.got == "nan"
 
 
+def test_tensors_lie_where_the_kernels_run():
+    seen = []
+    implementation = SimpleNamespace(
+        make_kernels=lambda: {"greedy": lambda logits: seen.append(logits.device.type)},
+        kernel_device="meta",
+    )
+    assert run_check(kernels.SUITE.check, case("greedy"), implementation).divergence
+    assert seen == ["meta"]
+
+
 def test_allocations_keep_their_layout_and_values():
     memory = Memory(gap=0)
     strange = torch.zeros(4, 3, 2).permute(2, 0, 1)
@@ -161,7 +171,7 @@ def test_a_missing_operation_and_a_wrong_shape_are_failures_of_the_implementatio
 
 def test_cases_are_their_seeds_and_differ():
     assert make_kernel_case(3) == make_kernel_case(3)
-    assert len({make_kernel_case(seed).operation for seed in range(200)}) == 20
+    assert len({make_kernel_case(seed).operation for seed in range(200)}) == len(OPERATIONS)
 
 
 @pytest.mark.parametrize(
