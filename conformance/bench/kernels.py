@@ -244,7 +244,7 @@ class _Ways:
         slots = torch.tensor([1], device=self.device)
         starts = torch.tensor([0, tokens], dtype=torch.int32, device=self.device)
         table, plan = (
-            self.kernels["chunk_table"](starts),
+            chunk_gated_delta_rule.chunk_table(starts),
             chunk_gated_delta_rule.plan_chunks(starts, 2 * heads * dim),
         )
         kernel = self.kernels["chunk_gated_delta_rule"]

@@ -30,9 +30,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["ChunkPlan", "chunk_gated_delta_rule", "plan_chunks"]
+__all__ = ["CHUNK_SIZE", "ChunkPlan", "chunk_gated_delta_rule", "chunk_table", "plan_chunks"]
 
-_MAX_CHUNK = 64
+CHUNK_SIZE = 64
+"""Tokens of a whole chunk."""
+
 _MIN_CHUNK = 4
 _MIN_LOG_DECAY = -60.0
 # Elements of keys and values prepared at once, 1 MiB: more than a few times that is out of cache.
@@ -71,7 +73,9 @@ class ChunkPlan:
     batches: tuple[_Batch, ...]
 
 
-def plan_chunks(query_start_loc: Tensor, elements_per_token: int) -> ChunkPlan:
+def plan_chunks(
+    query_start_loc: Tensor, elements_per_token: int, longer_than: int = 0
+) -> ChunkPlan:
     """Cut packed rows into chunks.
 
     Parameters
@@ -80,6 +84,8 @@ def plan_chunks(query_start_loc: Tensor, elements_per_token: int) -> ChunkPlan:
         ``[R + 1]``, cumulative token counts, 0 first.
     elements_per_token : int
         ``Hv * (dk + dv)``, which decides how many tokens are prepared at once.
+    longer_than : int
+        Rows of at most so many tokens are left out.
 
     Returns
     -------
@@ -88,11 +94,13 @@ def plan_chunks(query_start_loc: Tensor, elements_per_token: int) -> ChunkPlan:
     device = query_start_loc.device
     starts = query_start_loc.cpu().numpy().astype(np.int64)
     lengths = np.diff(starts)
-    sizes = np.clip(1 << np.ceil(np.log2(lengths)).astype(np.int64), _MIN_CHUNK, _MAX_CHUNK)
+    chosen = np.flatnonzero(lengths > longer_than)
+    exponents = np.ceil(np.log2(lengths[chosen])).astype(np.int64)
+    sizes = np.clip(1 << exponents, _MIN_CHUNK, CHUNK_SIZE)
     batches = []
     for size in np.unique(sizes).tolist():
         most = max(1, _MAX_ELEMENTS // (size * elements_per_token))
-        alike = np.flatnonzero(sizes == size)
+        alike = chosen[sizes == size]
         alike = alike[np.argsort(-lengths[alike], kind="stable")]
         for first in range(0, len(alike), most):
             rows = alike[first : first + most]
@@ -103,6 +111,23 @@ def plan_chunks(query_start_loc: Tensor, elements_per_token: int) -> ChunkPlan:
                 )
             )
     return ChunkPlan(tuple(batches))
+
+
+def chunk_table(query_start_loc: Tensor) -> Tensor:
+    """Return first token and number of tokens of every chunk, ``[chunks, 2]`` int32.
+
+    Parameters
+    ----------
+    query_start_loc : Tensor
+        ``[R + 1]``, cumulative token counts.
+    """
+    starts = query_start_loc.cpu().numpy().astype(np.int64)
+    counts = -(-np.diff(starts) // CHUNK_SIZE)
+    row = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = starts[row] + number * CHUNK_SIZE
+    table = np.stack((first, np.minimum(CHUNK_SIZE, starts[row + 1] - first)), axis=1)
+    return torch.from_numpy(table.astype(np.int32)).to(query_start_loc.device)
 
 
 def _segments(
@@ -148,8 +173,9 @@ def chunk_gated_delta_rule(
     states: Tensor,
     slots: Tensor,
     plan: ChunkPlan,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Take in all tokens of every row.
+    """Take in all tokens of every row of a plan.
 
     Parameters
     ----------
@@ -164,13 +190,16 @@ def chunk_gated_delta_rule(
     slots : Tensor
         ``[R]`` int64, no two alike.
     plan : ChunkPlan
+    out : Tensor or None
+        What to write to, if some rows are not in the plan: theirs is left as it is.
 
     Returns
     -------
     Tensor
         ``[T, Hv, dv]`` float32.
     """
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
     for batch in plan.batches:
         where = slots.index_select(0, batch.rows)
         state = states.index_select(0, where)

@@ -52,6 +52,4 @@ def operations(backend: Backend) -> Mapping[str, Callable[..., Any]]:
         sampling.greedy,
         sampling.sample,
     )
-    bound = {launcher.__name__: partial(launcher, backend) for launcher in launchers}
-    bound["chunk_table"] = partial(chunk_gated_delta_rule.chunk_table)
-    return bound
+    return {launcher.__name__: partial(launcher, backend) for launcher in launchers}

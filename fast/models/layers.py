@@ -15,17 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from servespec.fast.cache.memory import GdnStates
 from servespec.fast.kernels.activations import sigmoid_gate, silu_and_mul
-from servespec.fast.kernels.attention import varlen_attention
-from servespec.fast.kernels.chunk_gated_delta_rule import chunk_gated_delta_rule
-from servespec.fast.kernels.convolution import convolution_decode, convolution_prefill
-from servespec.fast.kernels.gated_delta_rule import gated_delta_rule_decode, gating
-from servespec.fast.kernels.kv_cache import write_kv
 from servespec.fast.kernels.linear import Linear
-from servespec.fast.kernels.norms import gated_rms_norm, l2_norm, rms_norm
-from servespec.fast.kernels.rotary import apply_rotary
-from servespec.fast.models.plan import GdnStep, StepPlan
+from servespec.fast.models.operations import DeltaRuleTokens, Operations
+from servespec.fast.models.plan import StepPlan
 from servespec.reference.contracts import ModelConfig
 
 __all__ = ["MLP", "Attention", "GatedDeltaNet", "Parameters", "Weights"]
@@ -85,8 +78,11 @@ class MLP:
 class Attention:
     """Grouped-query attention with normed, partly rotated heads and a sigmoid output gate."""
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, parameters: Parameters, layer: int, operations: Operations
+    ) -> None:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._operations = operations
         self._layer = layer
         self._heads = heads
         self._dim = config.head_dim
@@ -116,18 +112,23 @@ class Attention:
         """``[T, hidden]`` to ``[T, hidden]``; writes K and V first."""
         kv, step = plan.memory.kv(self._layer), plan.attention[self._layer]
         query_key, value, gate = torch.split(self._in_proj(x), self._widths, dim=-1)
-        normed = rms_norm(_heads(query_key, self._dim), self._norm, self._eps)
-        query_key = apply_rotary(normed, plan.cos_sin).to(x.dtype)
-        write_kv(query_key[:, self._heads :], _heads(value, self._dim), kv, step.slots)
-        attended = varlen_attention(query_key[:, : self._heads], kv, step.attention)
+        query_key = self._operations.norm_rotary(
+            _heads(query_key, self._dim), self._norm, plan.cos_sin, self._eps
+        )
+        key = query_key[:, self._heads :]
+        self._operations.write_kv(key, _heads(value, self._dim), kv, step)
+        attended = self._operations.attend(query_key[:, : self._heads], kv, step)
         return self._out_proj(sigmoid_gate(attended.flatten(1), gate))
 
 
 class GatedDeltaNet:
     """Causal convolution, gated delta rule, gated norm."""
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, layer: int) -> None:
+    def __init__(
+        self, config: ModelConfig, parameters: Parameters, layer: int, operations: Operations
+    ) -> None:
         heads = config.linear_num_value_heads
+        self._operations = operations
         self._layer = layer
         self._key_dim, self._value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         self._values = heads * self._value_dim
@@ -146,49 +147,13 @@ class GatedDeltaNet:
         """``[T, hidden]`` to ``[T, hidden]``; moves the states on."""
         states, step = plan.memory.gdn(self._layer), plan.gdn[self._layer]
         mixed, z, b, a = torch.split(self._in_proj(x), self._widths, dim=-1)
-        qkv = self._convolve(mixed, states, step)
+        run = self._operations
+        qkv = run.convolve(mixed, self._taps, states, step)
         v = _heads(qkv[:, -self._values :], self._value_dim)
-        q_k = l2_norm(torch.unflatten(qkv[:, : -self._values], 1, (2, -1, self._key_dim)))
-        q, k = q_k[:, 0].mul_(self._key_dim**-0.5), q_k[:, 1]
-        g, beta = gating(a, b, self._negative_decay, self._dt_bias)
-        read = self._recur((q, k, v, g, beta), states, step)
-        gate = _heads(z, self._value_dim)
-        normed = gated_rms_norm(read, gate, self._norm, self._eps).flatten(1)
-        return self._out_proj(normed.to(x.dtype))
-
-    def _convolve(self, x: Tensor, states: GdnStates, step: GdnStep) -> Tensor:
-        count = step.num_decodes
-        parts = []
-        if count:
-            parts.append(convolution_decode(x[:count], self._taps, states.conv, step.decode_slots))
-        if step.convolution is not None:
-            parts.append(
-                convolution_prefill(
-                    x[count:], self._taps, states.conv, step.prefill_slots, step.convolution
-                )
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _recur(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-        states: GdnStates,
-        step: GdnStep,
-    ) -> Tensor:
-        count = step.num_decodes
-        parts = []
-        if count:
-            q, k, v, g, beta = (x[:count] for x in tensors)
-            parts.append(
-                gated_delta_rule_decode(
-                    q, k, v, g, beta, states.ssm, step.decode_slots, step.decode_span
-                )
-            )
-        if step.chunks is not None:
-            q, k, v, g, beta = (x[count:] for x in tensors)
-            parts.append(
-                chunk_gated_delta_rule(
-                    q, k, v, g, beta, states.ssm, step.prefill_slots, step.chunks
-                )
-            )
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        q_k = run.l2_norm(_heads(qkv[:, : -self._values], self._key_dim))
+        q, k = q_k.tensor_split(2, dim=1)
+        g, beta = run.gating(a, b, self._negative_decay, self._dt_bias)
+        q.mul_(self._key_dim**-0.5)
+        read = run.recur(DeltaRuleTokens(q, k, v, g, beta), states, step)
+        gated = run.gated_rms_norm(read, _heads(z, self._value_dim), self._norm, self._eps)
+        return self._out_proj(gated.flatten(1))

@@ -14,9 +14,9 @@ from torch.nn import functional
 from servespec.fast.batch.inputs import StepInputs
 from servespec.fast.cache.memory import CacheMemory
 from servespec.fast.kernels.linear import Linear
-from servespec.fast.kernels.norms import rms_norm
 from servespec.fast.kernels.rotary import cos_sin_table
 from servespec.fast.models.layers import MLP, Attention, GatedDeltaNet, Parameters, Weights
+from servespec.fast.models.operations import Operations
 from servespec.fast.models.parameters import check_parameters
 from servespec.fast.models.plan import StepPlan, plan_step
 from servespec.reference.contracts import ModelConfig
@@ -25,21 +25,24 @@ __all__ = ["Qwen3_5"]
 
 
 class _Layer:
-    def __init__(self, config: ModelConfig, parameters: Parameters, index: int) -> None:
+    def __init__(
+        self, config: ModelConfig, parameters: Parameters, index: int, operations: Operations
+    ) -> None:
+        self._operations = operations
         self._eps = config.rms_norm_eps
         self._mixer = (
-            Attention(config, parameters.below("self_attn."), index)
+            Attention(config, parameters.below("self_attn."), index, operations)
             if config.layer_types[index] == "full_attention"
-            else GatedDeltaNet(config, parameters.below("linear_attn."), index)
+            else GatedDeltaNet(config, parameters.below("linear_attn."), index, operations)
         )
         self._mlp = MLP(parameters.below("mlp."))
         self._mixer_norm = 1.0 + parameters.float32("input_layernorm.weight")
         self._mlp_norm = 1.0 + parameters.float32("post_attention_layernorm.weight")
 
     def forward(self, x: Tensor, plan: StepPlan) -> Tensor:
-        normed = rms_norm(x, self._mixer_norm, self._eps).to(x.dtype)
+        normed = self._operations.rms_norm(x, self._mixer_norm, self._eps)
         x = x + self._mixer.forward(normed, plan)
-        normed = rms_norm(x, self._mlp_norm, self._eps).to(x.dtype)
+        normed = self._operations.rms_norm(x, self._mlp_norm, self._eps)
         return x + self._mlp.forward(normed)
 
 
@@ -56,11 +59,22 @@ class Qwen3_5:  # noqa: N801 - the name of the architecture
     device : torch.device or str
     max_model_len : int or None
         Positions that may occur; None means `ModelConfig.max_position_embeddings`.
+    operations : Operations or None
+        How the layers compute; None means what is best on the device.
+
+    Attributes
+    ----------
+    config : ModelConfig
+    dtype : torch.dtype
+    device : torch.device
+    operations : Operations
 
     Raises
     ------
     ConfigError
         A parameter is missing or has another shape than the configuration gives it.
+    BackendError
+        ``SERVESPEC_BACKEND`` asks for what cannot run here, or both Tritons are installed.
     """
 
     def __init__(
@@ -70,15 +84,17 @@ class Qwen3_5:  # noqa: N801 - the name of the architecture
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_model_len: int | None = None,
+        operations: Operations | None = None,
     ) -> None:
         check_parameters(config, weights)
         self.config = config
         self.dtype = dtype
         self.device = torch.device(device)
+        self.operations = operations or Operations.on(self.device, config, dtype)
         parameters = Parameters(weights, dtype, self.device)
         self._embedding = parameters.get("model.embed_tokens.weight")
         self._layers = [
-            _Layer(config, parameters.below(f"model.layers.{index}."), index)
+            _Layer(config, parameters.below(f"model.layers.{index}."), index, self.operations)
             for index in range(config.num_hidden_layers)
         ]
         self._norm = 1.0 + parameters.float32("model.norm.weight")
@@ -112,5 +128,5 @@ class Qwen3_5:  # noqa: N801 - the name of the architecture
         for layer in self._layers:
             x = layer.forward(x, plan)
         last = x.index_select(0, inputs.logits_indices)
-        normed = rms_norm(last, self._norm, self.config.rms_norm_eps).to(self.dtype)
+        normed = self.operations.rms_norm(last, self._norm, self.config.rms_norm_eps)
         return self._head(normed).float()

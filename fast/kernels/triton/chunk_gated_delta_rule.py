@@ -19,18 +19,16 @@ Source: ``torch_chunk_gated_delta_rule`` of transformers' ``modeling_qwen3_5.py`
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from servespec.fast.backends.base import Backend
+from servespec.fast.kernels.chunk_gated_delta_rule import CHUNK_SIZE
 
-__all__ = ["chunk_gated_delta_rule", "chunk_table"]
+__all__ = ["chunk_gated_delta_rule"]
 
-_CHUNK = 64
 _TILE = 32
 
 
@@ -147,24 +145,6 @@ def _pass(
         tl.store(state, s)
 
 
-def chunk_table(query_start_loc: Tensor) -> Tensor:
-    """Return first token and number of tokens of every chunk, ``[chunks, 2]`` int32.
-
-    Parameters
-    ----------
-    query_start_loc : Tensor
-        ``[R + 1]``.
-    """
-    starts = query_start_loc.tolist()
-    chunks = [
-        (first, min(_CHUNK, stop - first))
-        for start, stop in itertools.pairwise(starts)
-        for first in range(start, stop, _CHUNK)
-    ]
-    table = torch.tensor(chunks, dtype=torch.int32).reshape(-1, 2)
-    return table.to(query_start_loc.device)
-
-
 def chunk_gated_delta_rule(
     backend: Backend,
     q: Tensor,
@@ -195,7 +175,8 @@ def chunk_gated_delta_rule(
     query_start_loc : Tensor
         ``[R + 1]`` int32; a row of no tokens keeps its state.
     chunks : Tensor
-        What `chunk_table` makes of it; the same for every layer of a step.
+        ``[chunks, 2]`` int32 first token and number of tokens of every chunk, as `chunk_table` of
+        `servespec.fast.kernels.chunk_gated_delta_rule` gives them.
 
     Returns
     -------
@@ -216,13 +197,13 @@ def chunk_gated_delta_rule(
     # their size in padding.
     g, beta = g.t().contiguous(), beta.t().contiguous()
     u, w = empty(heads, tokens, dv), empty(heads, tokens, dk)
-    solved, scores = (empty(heads, tokens, _CHUNK) for _ in range(2))
+    solved, scores = (empty(heads, tokens, CHUNK_SIZE) for _ in range(2))
     sums = empty(heads, tokens)
     backend.launch(
         _solve,
         (heads, len(chunks)),
         *(k, g, beta, chunks, solved, sums, k.stride(0), tokens, share),
-        CHUNK=_CHUNK,
+        CHUNK=CHUNK_SIZE,
         DK=dk,
     )
     backend.launch(
@@ -230,10 +211,10 @@ def chunk_gated_delta_rule(
         (heads, len(chunks)),
         *(q, k, v, beta, chunks, solved, sums, u, w, scores),
         *(q.stride(0), k.stride(0), v.stride(0), tokens, share),
-        CHUNK=_CHUNK,
+        CHUNK=CHUNK_SIZE,
         DK=dk,
         DV=dv,
-        TILE=min(dk, dv, _CHUNK),
+        TILE=min(dk, dv, CHUNK_SIZE),
     )
     tile = min(dv, _TILE)
     backend.launch(
@@ -241,7 +222,7 @@ def chunk_gated_delta_rule(
         (heads, dv // tile, len(slots)),
         *(q, k, u, w, scores, sums, states, slots, query_start_loc, out),
         *(q.stride(0), k.stride(0), states.stride(0), tokens, heads, share),
-        CHUNK=_CHUNK,
+        CHUNK=CHUNK_SIZE,
         DK=dk,
         DV=dv,
         TILE=tile,
