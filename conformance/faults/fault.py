@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 from servespec.conformance.adapters.base import AnyArray, AttentionUnderTest, Weights
 from servespec.conformance.adapters.fast import FastBatch, FastScheduler, poisoned
@@ -14,6 +16,7 @@ from servespec.fast.batch.inputs import StepInputs
 from servespec.fast.cache.memory import PagedKV
 from servespec.fast.engine import Engine
 from servespec.fast.kernels.attention import AttentionPlan
+from servespec.fast.scheduling.v0 import Scheduler as V0Scheduler
 from servespec.fast.scheduling.v1 import Scheduler
 from servespec.reference.contracts import (
     AttentionMetadata,
@@ -27,8 +30,23 @@ from servespec.reference.contracts import (
     SpeculativeConfig,
     StepRecord,
 )
+from servespec.reference.contracts.v0 import V0CacheConfig, V0SchedulerConfig
 
-__all__ = ["Fault"]
+__all__ = ["Fault", "planted", "wrap"]
+
+Hook = Literal[
+    "configuration",
+    "scheduler",
+    "v0_scheduler",
+    "request",
+    "weights",
+    "inputs",
+    "batch",
+    "record",
+    "attention_config",
+    "attention_plan",
+    "before_step",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +64,8 @@ class Fault:
         Suites that must find it; none for a negative control, which no suite may report.
     configuration : callable, optional
         Changes the scheduler's configuration.
+    scheduler, v0_scheduler : callable, optional
+        Changes in place what a new scheduler is made of; an engine's stays right.
     request : callable, optional
         Changes a request on arrival.
     weights : callable, optional
@@ -69,6 +89,8 @@ class Fault:
     source: str
     suites: tuple[str, ...]
     configuration: Callable[[SchedulerConfig], SchedulerConfig] | None = None
+    scheduler: Callable[[Scheduler], None] | None = None
+    v0_scheduler: Callable[[V0Scheduler], None] | None = None
     request: Callable[[Request], Request] | None = None
     weights: Callable[[Weights, ModelConfig], Weights] | None = None
     inputs: Callable[[StepInputs, EngineConfig], None] | None = None
@@ -85,7 +107,17 @@ class Fault:
         speculative: SpeculativeConfig | None = None,
     ) -> FastScheduler:
         """Return a fast scheduler with the fault."""
-        return _Scheduler(Scheduler(self._changed(scheduler), cache, speculative), self)
+        made = Scheduler(self._changed(scheduler), cache, speculative)
+        if self.scheduler is not None:
+            self.scheduler(made)
+        return _Scheduler(made, self)
+
+    def make_v0_scheduler(self, scheduler: V0SchedulerConfig, cache: V0CacheConfig) -> V0Scheduler:
+        """Return a fast V0 scheduler with the fault."""
+        made = V0Scheduler(scheduler, cache)
+        if self.v0_scheduler is not None:
+            self.v0_scheduler(made)
+        return made
 
     def make_batch(self, config: EngineConfig) -> FastBatch:
         """Return a fast batch with the fault."""
@@ -116,6 +148,31 @@ class Fault:
 
     def _changed(self, config: SchedulerConfig) -> SchedulerConfig:
         return config if self.configuration is None else self.configuration(config)
+
+
+def planted(
+    hook: Hook, what: str, *, source: str, suites: tuple[str, ...]
+) -> Callable[[Callable[..., Any]], Fault]:
+    """Return a decorator that turns what a hook does into a fault of the same name.
+
+    Parameters
+    ----------
+    hook : str
+        The attribute of `Fault` that the decorated function becomes.
+    what, source, suites
+        As for `Fault`.
+    """
+
+    def plant(change: Callable[..., Any]) -> Fault:
+        hooks: dict[str, Any] = {hook: change}
+        return Fault(name=change.__name__, what=what, source=source, suites=suites, **hooks)
+
+    return plant
+
+
+def wrap(owner: object, method: str, change: Callable[..., Any]) -> None:
+    """Replace a method of one object by a function that is given the method first."""
+    setattr(owner, method, partial(change, getattr(owner, method)))
 
 
 class _Scheduler(FastScheduler):

@@ -14,7 +14,9 @@ from servespec.conformance.adapters.base import SchedulerFactory
 from servespec.conformance.adapters.fast import FastImplementation
 from servespec.conformance.adapters.reference import ReferenceImplementation, ReferenceScheduler
 from servespec.conformance.cases.case import Case
-from servespec.conformance.checks.cache import SUITE, check
+from servespec.conformance.checks.cache import SUITE, WatchedScheduler, check
+from servespec.conformance.faults import recomputed_in_place
+from servespec.conformance.faults.self_test import try_suite
 from servespec.conformance.verdicts import CaseResult, Verdict, run_check
 from servespec.conformance.workloads.scheduling import make_case, matrix
 from servespec.reference.contracts import (
@@ -274,7 +276,7 @@ def test_a_scheduler_that_stops_serving_a_running_request_makes_no_progress() ->
     assert "a token for some running request" in expectations(held_all(Tired))
 
 
-def test_two_writers_of_a_block_are_found() -> None:
+def test_one_table_shown_for_all_requests_is_found() -> None:
     class Overlapping(ReferenceScheduler):
         """Every request is shown the table of the first one."""
 
@@ -298,6 +300,14 @@ def test_two_writers_of_a_block_are_found() -> None:
 
     found = expectations(held_all(Overlapping))
     assert found & {"a block of its own or one of a common prefix", "none without prefix caching"}
+
+
+def test_only_the_check_of_writers_finds_two_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = try_suite(recomputed_in_place, SUITE, 100)
+    assert finding.divergence is not None
+    assert finding.divergence.expected == "a block of its own to write to"
+    monkeypatch.setattr(WatchedScheduler, "_check_writes", lambda self, output: None)
+    assert try_suite(recomputed_in_place, SUITE, finding.cases + 20).divergence is None
 
 
 def test_rubbish_is_a_failure() -> None:
