@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from servespec.conformance.cases.case import Case
+from servespec.conformance.cases.pieces import pieces
 from servespec.conformance.cases.shrink_attention import attention_changes
 from servespec.conformance.cases.shrink_kernels import kernel_changes
 from servespec.conformance.cases.shrink_plans import Plans, plan_changes, without_group
@@ -221,11 +222,8 @@ def _merge_step(case: Case, index: int) -> Case:
 
 def _drop_requests(case: Case) -> Iterator[Change]:
     names = tuple(dict.fromkeys(r.request_id for r in case.workload.requests))
-    size = len(names) // 2
-    while size >= 1:
-        for start in range(0, len(names), size):
-            yield partial(_without_requests, names=frozenset(names[start : start + size]))
-        size //= 2
+    for piece in pieces(len(names), len(names) // 2):
+        yield partial(_without_requests, names=frozenset(names[piece]))
 
 
 def _without_requests(case: Case, names: frozenset[str]) -> Case:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from servespec.conformance.cases.pieces import pieces
 from servespec.conformance.workloads.workload_attention import (
     AttentionCase,
     AttentionRow,
@@ -37,12 +38,9 @@ def attention_changes(case: AttentionCase, last: int | None) -> Iterator[Change]
         yield lambda case: replace(case, steps=case.steps[last : last + 1])
     for number, step in enumerate(case.steps):
         yield partial(_without_step, number=number)
-        size = len(step.rows) // 2
-        while size >= 1:
-            for start in range(0, len(step.rows), size):
-                rows = step.rows[:start] + step.rows[start + size :]
-                yield partial(_with_step, number=number, fields={"rows": rows})
-            size //= 2
+        for piece in pieces(len(step.rows), len(step.rows) // 2):
+            rows = step.rows[: piece.start] + step.rows[piece.stop :]
+            yield partial(_with_step, number=number, fields={"rows": rows})
         yield partial(_with_step, number=number, fields={"num_dummy_rows": 0})
         yield partial(_with_step, number=number, fields={"num_padding_tokens": 0})
         for index in range(len(step.rows)):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+from servespec.conformance.cases.pieces import pieces
 from servespec.conformance.workloads.workload_plans import PlannedStep
 from servespec.reference.contracts import BlockTable, CachedRequestData, SchedulerOutput
 
@@ -37,11 +38,8 @@ def plan_changes(plans: Plans, last: int | None) -> Iterator[Callable[[Plans], P
     names = tuple(
         dict.fromkeys(new.req_id for step in plans for new in step.output.scheduled_new_reqs)
     )
-    size = len(names)
-    while size >= 1:
-        for start in range(0, len(names), size):
-            yield partial(_without, names=frozenset(names[start : start + size]))
-        size //= 2
+    for piece in pieces(len(names), len(names)):
+        yield partial(_without, names=frozenset(names[piece]))
     nothing = PlannedStep(output=SchedulerOutput())
     yield lambda plans: tuple(step for step in plans if step != nothing)
 

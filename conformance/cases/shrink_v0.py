@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from servespec.conformance.cases.pieces import pieces
 from servespec.conformance.workloads.workload_v0 import V0Case, V0Step
 from servespec.reference.contracts import SamplingParams
 from servespec.reference.contracts.v0 import SequenceGroupRequest
@@ -35,11 +36,8 @@ def v0_changes(case: V0Case, last: int | None) -> Iterator[V0Change]:
     if last is not None:
         yield partial(_end_after, last=last)
     names = [request.request_id for request in case.workload.requests]
-    size = len(names) // 2
-    while size >= 1:
-        for start in range(0, len(names), size):
-            yield partial(_without, names=frozenset(names[start : start + size]))
-        size //= 2
+    for piece in pieces(len(names), len(names) // 2):
+        yield partial(_without, names=frozenset(names[piece]))
     for index in range(len(case.workload.steps)):
         yield partial(_merge, index=index)
     yield partial(_map_steps, change=lambda step: replace(step, abort=()))
