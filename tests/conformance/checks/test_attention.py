@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from servespec.conformance.adapters.base import AnyArray, AttentionUnderTest
 from servespec.conformance.adapters.fast import FastImplementation
@@ -16,7 +15,6 @@ from servespec.conformance.cases import files
 from servespec.conformance.cases.case import Case
 from servespec.conformance.cases.shrink import shrink
 from servespec.conformance.checks.attention import SUITE, attention_bound, check
-from servespec.conformance.cli import main
 from servespec.conformance.faults import last_slot_of_a_page
 from servespec.conformance.session import Options, run
 from servespec.conformance.verdicts import Verdict, run_check
@@ -210,22 +208,11 @@ def test_rubbish_is_a_failure_of_the_implementation(
     assert result.verdict is Verdict.FAILED, result
 
 
-def test_a_missing_slot_is_found_shrunk_written_and_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    command = CliRunner().invoke
-    impl = "servespec.conformance.faults:last_slot_of_a_page"
-    arguments = ["--suite", "attention", "--impl", impl, "--jobs", "1", "--cases", "4"]
-    found = command(main, ["check", *arguments, "--shrink-seconds", "0.5"])
-    assert found.exit_code == 1, found.output
-    path = Path("servespec-cases", "attention-000.json")
-    content = files.read(path)
+def test_a_missing_slot_is_found_shrunk_written_and_replayed(found_and_replayed) -> None:
+    content, said = found_and_replayed("attention", "last_slot_of_a_page", 4)
     assert content.divergence is not None
     assert content.divergence.place == "output"
-    again = command(main, ["replay", str(path)])
-    assert again.exit_code == 1, again.output
-    assert "output[" in again.output
+    assert "output[" in said
     assert run_check(check, content.case, FastImplementation()).verdict is Verdict.EQUAL
 
 

@@ -3,10 +3,8 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from servespec.conformance import faults
 from servespec.conformance.adapters.base import StateSaving
@@ -16,7 +14,6 @@ from servespec.conformance.cases import files
 from servespec.conformance.cases.case import Case
 from servespec.conformance.cases.shrink import shrink
 from servespec.conformance.checks.batch import SUITE, check, planned_cases
-from servespec.conformance.cli import main
 from servespec.conformance.faults.fault import Fault
 from servespec.conformance.verdicts import CHECK_FIELD, Verdict, run_check
 from servespec.fast.batch import InputBatch
@@ -139,22 +136,11 @@ def test_a_failure_shrinks_to_few_plans(cases: list[Case], first_failure) -> Non
     assert small.result.divergence.field != CHECK_FIELD
 
 
-def test_a_stale_tail_is_found_written_and_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = CliRunner().invoke
-    impl = "servespec.conformance.faults:stale_table_tail"
-    arguments = ["--suite", "batch", "--impl", impl, "--jobs", "1", "--cases", "8"]
-    found = run(main, ["check", *arguments, "--shrink-seconds", "0.5"])
-    assert found.exit_code == 1, found.output
-    path = Path("servespec-cases", "batch-000.json")
-    content = files.read(path)
+def test_a_stale_tail_is_found_written_and_replayed(found_and_replayed) -> None:
+    content, said = found_and_replayed("batch", "stale_table_tail", 8)
     assert content.divergence is not None
     assert content.divergence.place == "batch.attention"
-    again = run(main, ["replay", str(path)])
-    assert again.exit_code == 1, again.output
-    assert "batch.attention" in again.output
+    assert "batch.attention" in said
     assert run_check(check, content.case, FastImplementation()).verdict is Verdict.EQUAL
 
 
