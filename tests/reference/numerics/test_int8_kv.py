@@ -1,9 +1,6 @@
 """INT8 K/V against the pinned Python, and how far a prompt's numbers depend on its company."""
 
-import gzip
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +21,11 @@ from servespec.reference.numerics.int8_kv import (
 )
 from servespec.reference.numerics.layouts import nz_pages
 
-VECTORS = Path(__file__).parents[2] / "data" / "ascend" / "int8_kv.jsonl.gz"
 HEADS, DIM, BLOCK = 2, 64, 32
 
 
-def test_recorded_tensors_bit_for_bit():
-    with gzip.open(VECTORS, "rt") as lines:
-        recorded = [json.loads(line) for line in lines]
+def test_recorded_tensors_bit_for_bit(vectors):
+    recorded = vectors("int8_kv")
     assert len(recorded) == 20
     saturated = 0
     for line in recorded:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-DATA = Path(__file__).parents[2] / "data"
+DATA = Path(__file__).parent / "data"
 
 
 @pytest.fixture(scope="session")
