@@ -6,6 +6,9 @@ its exit status says nothing: a kernel has passed if the module with planned mem
 nothing but the missing code generator was complained of. A kernel that fails leaves no such module,
 and the compiler names the cause.
 
+A kernel is compiled as the backend ``npu`` runs it: with a loop over what a grid has more than the
+chip has cores (`servespec.fast.backends.npu`).
+
 On-chip memory used is, on A5, what the compiler prints; for A2 and A3, whose compiler prints
 nothing, the highest end of a buffer in the planned module.
 
@@ -207,6 +210,7 @@ def _plan(linalg: str, target: str) -> dict[str, Memory]:
             "--enable-hivm-compile=true",
             f"--enable-auto-multi-buffer={not a5}",
             f"--enable-auto-bind-sub-block={not a5}",
+            "--enable-auto-blockify-loop",
             *(["--enable-print-memory-allocated-size"] if a5 else []),
             f"--save-temps={kept}",
             "-o",

@@ -46,7 +46,6 @@ class RecordingBackend:
     name = "npu"
     device = "cpu"
     min_dot = 16
-    num_programs: int | None = None
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []

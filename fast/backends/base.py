@@ -27,15 +27,11 @@ class Backend(Protocol):
         Where its tensors live, as torch names it.
     min_dot : int
         Least rows of a matrix product: cube and tensor cores want 16, a CPU takes any.
-    num_programs : int or None
-        Program instances that run side by side, if a larger grid costs more than a loop inside
-        the kernel does; None if the grid may be as large as the work.
     """
 
     name: str
     device: str
     min_dot: int
-    num_programs: int | None
 
     def launch(self, kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
         """Run a kernel.
@@ -44,7 +40,8 @@ class Backend(Protocol):
         ----------
         kernel : triton.JITFunction
         grid : sequence of int
-            Program instances along up to three axes.
+            Program instances along up to three axes, as many as there is work: a backend whose
+            device wants no more than it has cores makes a loop of the rest.
         *arguments
             Tensors, ints below ``2**31`` and floats, in the kernel's order.
         **constants

@@ -26,7 +26,6 @@ class CudaBackend:
     name = "cuda"
     device = "cuda"
     min_dot = 16
-    num_programs: int | None = None
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

@@ -47,7 +47,6 @@ class InterpreterBackend:
     name = "interpreter"
     device = "cpu"
     min_dot = 1
-    num_programs: int | None = None
 
     def __init__(self) -> None:
         _repair()

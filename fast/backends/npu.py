@@ -1,11 +1,22 @@
 """Kernels on an Ascend NPU, by triton-ascend and torch_npu.
 
-The vector cores of a chip run as many program instances at a time as there are of them, and a
-launch may have at most 65535. A larger grid is legal below that and only costs a little speed;
-``TRITON_ALL_BLOCKS_PARALLEL`` makes the compiler turn it into a loop.
+A chip runs as many program instances at a time as it has cores: vector cores, or cube cores where a
+kernel multiplies matrices. ``TRITON_ALL_BLOCKS_PARALLEL`` lets a grid be of any size. The launcher
+then starts one block a core at the most, and the compiler (``--enable-auto-blockify-loop``) puts
+the kernel into a loop that begins at the block's index, strides by the number of cores of the
+target, and ends at the product of the grid's three extents; the three program ids are computed from
+the loop's index. `servespec compile` compiles with that option.
 
-Sources: vllm-ascend's ``ops/triton/triton_utils.py`` for the core counts, torch_npu's documentation
-for the autoload switch. Nothing here has run on a device yet.
+Code without the loop, started that way, would leave most of the grid out, and triton-ascend's cache
+does not tell the two apart. So kernels launched here have a cache of their own, and the variable is
+set during a launch alone: other kernels of the process are compiled and launched as ever.
+
+What a launch needs of the device's memory for exchange between cube and vector cores is allocated
+for the whole grid, not for the blocks started.
+
+Sources: ``runtime/jit.py``, ``compiler/compiler.py``, ``backends/ascend/compiler.py`` and
+``driver.py`` of triton-ascend 3.2.0; modules that ascendnpu-ir 1.2.0 makes. Nothing here has run on
+a device yet.
 """
 
 from __future__ import annotations
@@ -13,7 +24,9 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from servespec.fast.backends.base import BackendError
@@ -21,7 +34,8 @@ from servespec.fast.backends.binding import signature
 
 __all__ = ["NpuBackend", "device_reason"]
 
-_MAX_GRID = 65535
+# The index of the loop, and what it becomes after the last stride, are of 32 bits.
+_LARGEST = 2**30
 
 
 def device_reason() -> str | None:
@@ -51,10 +65,11 @@ class NpuBackend:
         reason = device_reason()
         if reason is not None:
             raise BackendError(f"backend npu cannot run here: {reason}")
-        os.environ.setdefault("TRITON_ALL_BLOCKS_PARALLEL", "1")
-        driver = importlib.import_module("triton.runtime.driver").active
-        properties = driver.utils.get_device_properties(driver.get_current_device())
-        self.num_programs: int | None = properties["num_vectorcore"]
+        cache = os.environ.get("TRITON_CACHE_DIR", "").strip() or Path.home() / ".triton" / "cache"
+        self._environment = {
+            "TRITON_ALL_BLOCKS_PARALLEL": "1",
+            "TRITON_CACHE_DIR": str(Path(cache, "all-blocks-parallel")),
+        }
 
     def launch(self, kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
         """Run a kernel on the current stream. See `Backend.launch`.
@@ -62,12 +77,27 @@ class NpuBackend:
         Raises
         ------
         BackendError
-            The grid is larger than a launch may be.
+            The grid has more instances than the index of the loop can count.
         """
         signature(kernel, arguments, constants)
-        if math.prod(grid) > _MAX_GRID:
+        if math.prod(grid) > _LARGEST:
             raise BackendError(
-                f"kernel {kernel.__name__} has a grid of {math.prod(grid)}:"
-                f" must be at most {_MAX_GRID} on npu"
+                f"kernel {kernel.__name__} has a grid of {math.prod(grid)}: must be at most 2**30"
             )
-        kernel[tuple(grid)](*arguments, **constants)
+        with _environment(self._environment):
+            kernel[tuple(grid)](*arguments, **constants)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for a while."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

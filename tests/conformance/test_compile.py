@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from servespec.conformance import compile as compiling
@@ -89,3 +91,47 @@ def test_a_kernel_that_overflows_fails_with_the_reason_and_one_that_fits_does_no
     assert not overflows.ok
     assert "overflow" in overflows.reason
     assert not overflows.memory
+
+
+# Of A2 and A3 the loop is still one; of A5 it is blocks of a control flow graph.
+LOOP = r"""
+(?P<plane>%\d+)\ =\ \w+\.muli?\ {x},\ {y}\ :\ i32\s+
+(?P<total>%\d+)\ =\ \w+\.muli?\ (?P=plane),\ {z}\ :\ i32\s+
+(?P<index>%\d+)\ =\ hivm\.hir\.get_block_idx\ ->\ i64\s+
+(?P<first>%\d+)\ =\ \w+\.trunci?\ (?P=index)\ :\ i64\ to\ i32\n
+.*?(?:
+    scf\.for\ %\w+\ =\ (?P=first)\ to\ (?P=total)\ step\ %c{cores}_i32
+|
+    cf\.br\ (?P<head>\^bb\d+)\((?P=first)\ :\ i32\)\s+
+    (?P=head)\((?P<current>%\d+):\ i32\):[^\n]*\s+
+    %\d+\ =\ arith\.cmpi\ slt,\ (?P=current),\ (?P=total)\ :\ i32\n
+    .*?(?P<next>%\d+)\ =\ arith\.addi\ (?P=current),\ {step}\ [^\n]*\s+
+    cf\.br\ (?P=head)\((?P=next)\ :\ i32\)
+)"""
+
+
+CORES = (("Ascend910B3", 40), ("Ascend910_9391", 48), ("Ascend950PR_9589", 64))
+
+
+@pytest.mark.parametrize(("target", "cores"), CORES)
+def test_a_grid_of_any_size_becomes_a_loop_over_all_its_axes(vadd, target, cores, monkeypatch):
+    modules = []
+
+    def used(module, real=compiling._used):
+        modules.append(module)
+        return real(module)
+
+    monkeypatch.setattr(compiling, "_used", used)
+    types = {"X": "*fp32", "O": "*fp32", "n": "i32"}
+    launch = Launch(kernel=vadd, types=types, constants={"BLOCK": 1024})
+    assert compiling.compile_launch(launch, target, "add", "").ok
+    function = modules[0][modules[0].index("func.func @add(") :]
+    # The last three arguments are the extents of the grid.
+    arguments = re.findall(r"(%arg\d+): i32", function.partition(") attributes")[0])
+    constant = re.search(rf"(%\d+) = llvm\.mlir\.constant\({cores} : i32\)", function)
+    loop = LOOP.format(
+        **dict(zip("xyz", arguments[-3:], strict=True)),
+        cores=cores,
+        step=constant.group(1) if constant else "none",
+    )
+    assert re.search(loop, function, re.VERBOSE | re.DOTALL)

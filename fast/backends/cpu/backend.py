@@ -47,7 +47,6 @@ class CpuBackend:
     name = "cpu"
     device = "cpu"
     min_dot = 1
-    num_programs: int | None = None
 
     def __init__(self) -> None:
         self._kernels: dict[tuple[object, ...], _Kernel] = {}
