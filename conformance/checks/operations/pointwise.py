@@ -74,15 +74,16 @@ def _greedy(call: Call) -> Written:
 
 
 def _sample(call: Call) -> Written:
-    """Accept a token if its interval of the running sum holds the drawn number.
+    """Accept a token that is drawn, or could be if sums in float32 came out as they may.
 
-    The interval's ends, and which token is the last of the nucleus, may be off by rounding.
+    They decide which token is the last of the nucleus and where each token's share of the running
+    sum begins and ends.
     """
     logits = _logits(call)
     size = logits.shape[1]
     temperature = call.random.uniform(0.5, 2.0, call.rows).astype(np.float32)
     top_k = call.random.choice([1, 5, 40, size], call.rows)
-    top_p = call.random.choice([0.3, 0.9, 1.0], call.rows).astype(np.float32)
+    top_p = call.random.choice([0.05, 0.3, 0.9, 1.0], call.rows).astype(np.float32)
     uniform = call.random.random(call.rows).astype(np.float32)
     got = call.run(
         "sample",
@@ -91,25 +92,26 @@ def _sample(call: Call) -> Written:
         call.dense("top_p", top_p, torch.float32),
         call.dense("uniform", uniform, torch.float32),
     )
+    slack = error_bound(size, 1.0)
     for row in range(call.rows):
-        slack = error_bound(size, 1.0)
-        x = logits[row] / float(temperature[row])
-        weights = np.exp(x - x.max())
-        weights[x < np.sort(x)[-int(top_k[row])]] = 0.0
-        weights /= weights.sum()
-        # Values equal to the one that completes the nucleus stay with it.
-        mass = np.array([weights[x > value].sum() for value in x])
-        sure, possible = (mass < float(top_p[row]) + d for d in (-slack, slack))
-        token = int(got[row])
-        fits = []
-        for kept in (sure, possible):
-            running = np.cumsum(np.where(kept, weights, 0.0))
-            low = (running[token] - weights[token]) / running[-1] - slack
-            high = running[token] / running[-1] + slack
-            fits.append(bool(kept[token]) and low <= float(uniform[row]) <= high)
-        if not any(fits) or weights[token] == 0.0:
+        token, drawn = int(got[row]), []
+        for p in (-slack, 0.0, slack):
+            p = min(1.0, max(0.0, float(top_p[row]) + p))
+            probabilities = sampling.sampling_probabilities(
+                logits[row], float(temperature[row]), int(top_k[row]), p
+            )
+            first, last = (
+                sampling.inverse_transform(probabilities, float(uniform[row]) + d)
+                for d in (-slack, slack)
+            )
+            drawn += [t for t in range(first, last + 1) if probabilities[t] > 0.0]
+        if token not in drawn:
             raise DivergedError(
-                Divergence(field="sample.tokens", expected="a token drawn", got=str(token))
+                Divergence(
+                    field=f"sample.tokens[{row}]",
+                    expected=" or ".join(map(str, sorted(set(drawn)))),
+                    got=str(token),
+                )
             )
     call.tally.tokens += call.rows
     return {}

@@ -2,10 +2,12 @@
 
 The token of a row is drawn in one pass over what is left of the vocabulary. What is left is found
 by bisection: float32 values are mapped to integers of the same order, and 32 passes count the
-values (top-k) or add the probabilities (top-p) above a middle until the threshold is exact. Values
-equal to a threshold stay, however many they are.
+values (top-k) or add the probabilities (top-p) from a middle on until the threshold is exact. All
+values equal to the threshold of top-k stay; of those equal to the threshold of top-p, as many as
+the nucleus needs, the lowest ids first.
 
-Source: ``apply_top_k_top_p`` of ``vllm/v1/sample/ops/topk_topp_sampler.py`` for what is kept.
+Source: ``apply_top_k_top_p`` of ``vllm/v1/sample/ops/topk_topp_sampler.py`` for what is kept; the
+rule in full is in `servespec.reference.numerics.sampling`.
 """
 
 from __future__ import annotations
@@ -61,9 +63,23 @@ def greedy(backend: Backend, logits: Tensor) -> Tensor:
 
 @triton.jit
 def _ordered(x):
-    """Map float32 to integers of the same order."""
-    bits = x.to(tl.int32, bitcast=True)
+    """Map float32 to integers of the same order, both zeros to one."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _tokens(logits, t, vocabulary, peak, inverse):
+    """Return order and weight of some tokens; beyond the vocabulary the least order and 0."""
+    inside = t < vocabulary
+    x = tl.load(logits + t, mask=inside, other=-float("inf")).to(tl.float32)
+    return tl.where(inside, _ordered(x), -2147483648), tl.exp((x - peak) * inverse)
+
+
+@triton.jit
+def _middle(low, high):
+    """Return the middle of two integers, rounded up, where their sum may not fit."""
+    return (low & high) + ((low ^ high) >> 1) + ((low ^ high) & 1)
 
 
 @triton.jit
@@ -72,75 +88,75 @@ def _sample(Logits, Temperature, TopK, TopP, Uniform, Out, s_row, vocabulary, BL
     logits = Logits + row * s_row
     inverse = 1.0 / tl.load(Temperature + row)
     k = tl.load(TopK + row)
-    p = tl.load(TopP + row)
     t = tl.arange(0, BLOCK)
     peak = -float("inf")
     for start in range(0, vocabulary, BLOCK):
-        inside = start + t < vocabulary
-        x = tl.load(logits + start + t, mask=inside, other=-float("inf")).to(tl.float32)
-        peak = tl.maximum(peak, tl.max(x, 0))
+        x = tl.load(logits + start + t, mask=start + t < vocabulary, other=-float("inf"))
+        peak = tl.maximum(peak, tl.max(x.to(tl.float32), 0))
 
     # The largest threshold that at least k values reach.
     low = -2147483647
     high = 2147483647
     for _ in range(32):
-        middle = (low & high) + ((low ^ high) >> 1)
-        middle = middle + ((low ^ high) & 1)
+        middle = _middle(low, high)
         count = 0
         for start in range(0, vocabulary, BLOCK):
-            inside = start + t < vocabulary
-            x = tl.load(logits + start + t, mask=inside, other=0.0).to(tl.float32)
-            count += tl.sum(tl.where(inside & (_ordered(x) >= middle), 1, 0), 0)
+            order, _weight = _tokens(logits, start + t, vocabulary, peak, inverse)
+            count += tl.sum(tl.where(order >= middle, 1, 0), 0)
         enough = count >= k
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
-    floor_k = low
 
-    total = 0.0
+    mass = 0.0
     for start in range(0, vocabulary, BLOCK):
-        inside = start + t < vocabulary
-        x = tl.load(logits + start + t, mask=inside, other=0.0).to(tl.float32)
-        kept = inside & (_ordered(x) >= floor_k)
-        total += tl.sum(tl.where(kept, tl.exp((x - peak) * inverse), 0.0), 0)
+        order, weight = _tokens(logits, start + t, vocabulary, peak, inverse)
+        mass += tl.sum(tl.where(order >= low, weight, 0.0), 0)
+    nucleus = tl.load(TopP + row) * mass
 
-    # The largest threshold above which the probabilities make up p.
+    # The largest threshold from which on the weights make up the nucleus.
     high = 2147483647
     for _ in range(32):
-        middle = (low & high) + ((low ^ high) >> 1)
-        middle = middle + ((low ^ high) & 1)
+        middle = _middle(low, high)
         mass = 0.0
         for start in range(0, vocabulary, BLOCK):
-            inside = start + t < vocabulary
-            x = tl.load(logits + start + t, mask=inside, other=0.0).to(tl.float32)
-            kept = inside & (_ordered(x) >= middle)
-            mass += tl.sum(tl.where(kept, tl.exp((x - peak) * inverse), 0.0), 0)
-        enough = mass >= p * total
+            order, weight = _tokens(logits, start + t, vocabulary, peak, inverse)
+            mass += tl.sum(tl.where(order >= middle, weight, 0.0), 0)
+        enough = mass >= nucleus
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
 
-    total = 0.0
+    # Of the tokens at the threshold, as many as the nucleus still lacks.
+    above = 0.0
+    equal = 0.0
+    equals = 0
     for start in range(0, vocabulary, BLOCK):
-        inside = start + t < vocabulary
-        x = tl.load(logits + start + t, mask=inside, other=0.0).to(tl.float32)
-        kept = inside & (_ordered(x) >= low)
-        total += tl.sum(tl.where(kept, tl.exp((x - peak) * inverse), 0.0), 0)
+        order, weight = _tokens(logits, start + t, vocabulary, peak, inverse)
+        above += tl.sum(tl.where(order > low, weight, 0.0), 0)
+        equal += tl.sum(tl.where(order == low, weight, 0.0), 0)
+        equals += tl.sum(tl.where(order == low, 1, 0), 0)
+    each = equal / equals
+    lacking = (nucleus - above) / each
+    quota = lacking.to(tl.int32)
+    quota = tl.minimum(tl.where(quota.to(tl.float32) < lacking, quota + 1, quota), equals)
 
     # The first kept token, by id, at which the running sum passes the drawn share.
-    target = tl.load(Uniform + row) * total
+    target = tl.load(Uniform + row) * (above + quota.to(tl.float32) * each)
     passed = 0.0
+    met = 0
     token = 2147483647
     last = 0
     for start in range(0, vocabulary, BLOCK):
-        inside = start + t < vocabulary
-        x = tl.load(logits + start + t, mask=inside, other=0.0).to(tl.float32)
-        kept = inside & (_ordered(x) >= low)
-        weight = tl.where(kept, tl.exp((x - peak) * inverse), 0.0)
+        order, weight = _tokens(logits, start + t, vocabulary, peak, inverse)
+        tie = tl.where(order == low, 1, 0)
+        kept = (order > low) | ((order == low) & (met + tl.cumsum(tie, 0) <= quota))
+        weight = tl.where(kept, weight, 0.0)
         running = passed + tl.cumsum(weight, 0)
         token = tl.minimum(
             token, tl.min(tl.where(kept & (running > target), start + t, 2147483647), 0)
         )
         last = tl.maximum(last, tl.max(tl.where(kept, start + t, 0), 0))
         passed += tl.sum(weight, 0)
+        met += tl.sum(tie, 0)
     # Rounding may leave the target just above the sum.
     tl.store(Out + row, tl.minimum(token, last).to(tl.int64))
 

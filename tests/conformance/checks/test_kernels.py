@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -158,6 +159,57 @@ def test_the_wrong_one_of_equal_maxima_shows():
 
     seeds = [verdict(case("greedy", seed=seed), greedy=last) for seed in range(40)]
     assert any(seeds)
+
+
+def draw(logits, temperature, top_k, top_p, uniform, *, kept):
+    """Sample in float64, with another rule of what stays."""
+    tokens = []
+    for row in range(len(logits)):
+        weights = (logits[row].double() / temperature[row].double()).softmax(-1)
+        weights *= kept[0](weights, int(top_k[row]))
+        weights /= weights.sum()
+        weights *= kept[1](weights, float(top_p[row]))
+        running = (weights / weights.sum()).cumsum(0)
+        tokens.append(int((running > float(uniform[row])).nonzero()[0]))
+    return torch.tensor(tokens)
+
+
+def all_equals(weights, k):
+    return weights >= weights.topk(k).values[-1]
+
+
+def k_of_them(weights, k):
+    order = weights.argsort(descending=True, stable=True)
+    return torch.zeros_like(weights).index_fill_(0, order[:k], 1.0)
+
+
+def nucleus(weights, p, *, backwards=False):
+    order = weights.flip(0) if backwards else weights
+    order = order.argsort(descending=True, stable=True)
+    order = len(order) - 1 - order if backwards else order
+    falling = weights[order]
+    return torch.zeros_like(weights).index_fill_(0, order[falling.cumsum(0) - falling < p], 1.0)
+
+
+def nucleus_and_equals(weights, p):
+    return weights >= weights[nucleus(weights, p) > 0].min()
+
+
+@pytest.mark.parametrize(
+    ("rules", "right"),
+    [
+        ((all_equals, nucleus), True),
+        ((k_of_them, nucleus), False),
+        ((all_equals, partial(nucleus, backwards=True)), False),
+        ((all_equals, nucleus_and_equals), False),
+        ((all_equals, lambda weights, p: 1.0), False),
+    ],
+)
+def test_another_rule_of_sampling_shows(rules, right):
+    sample = partial(draw, kept=rules)
+    whole = [case("sample", lengths=(1,) * 8, contexts=(0,) * 8, seed=seed) for seed in range(20)]
+    found = [verdict(one, sample=sample) for one in whole]
+    assert not any(found) if right else any(f and f.place == "sample.tokens" for f in found)
 
 
 def test_a_missing_operation_and_a_wrong_shape_are_failures_of_the_implementation():
