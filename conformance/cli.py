@@ -351,10 +351,13 @@ def _bench_kernels(rounds: int, device: str, json_file: Path | None) -> None:
 
     if json_file is not None:
         require_writable(json_file)
-    with click.progressbar(length=100, file=sys.stderr) as bar:
-        figures = bench_kernels(
-            rounds=rounds, device=device, progress=lambda _, count: bar.update(100 // count)
-        )
+    with click.progressbar(length=1, file=sys.stderr) as bar:
+
+        def advance(_: int, count: int) -> None:
+            bar.length = count
+            bar.update(1)
+
+        figures = bench_kernels(rounds=rounds, device=device, progress=advance)
     show_bench(figures, Console())
     if json_file is not None:
         write_atomically(json_file, msgspec.json.format(msgspec.json.encode(figures), indent=1))
