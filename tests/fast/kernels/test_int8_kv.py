@@ -1,9 +1,6 @@
 """INT8 K/V in place: the recorded tensors, and every state against the reference."""
 
-import gzip
-import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,13 +18,11 @@ from servespec.reference.batch.metadata import attention_metadata
 from servespec.reference.contracts import AttentionState, ConfigError
 from servespec.reference.numerics import int8_kv
 
-VECTORS = Path(__file__).parents[2] / "data" / "ascend" / "int8_kv.jsonl.gz"
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 32
 
 
-def test_recorded_tensors_bit_for_bit():
-    with gzip.open(VECTORS, "rt") as lines:
-        recorded = [json.loads(line) for line in lines]
+def test_recorded_tensors_bit_for_bit(vectors):
+    recorded = vectors("int8_kv")
     assert len(recorded) == 20
     for line in recorded:
         shape = line["num_kv_heads"], line["head_dim"]
