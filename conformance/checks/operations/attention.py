@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -15,8 +16,8 @@ from servespec.reference.numerics import attention, int8_kv, layouts
 __all__ = ["CHECKS"]
 
 
-def _pages(call: Call) -> tuple[list[Array], list[Array], tuple[Any, Any, Any]]:
-    """Return each row's K and V, and pages that hold them: key pages, value pages, table."""
+def _table(call: Call) -> tuple[list[int], int, npt.NDArray[np.int32]]:
+    """Return the keys of each row, how many pages there are, and which ones each row has."""
     case = call.case
     ends = [n + m for n, m in zip(case.lengths, case.contexts, strict=True)]
     width = max(1, max(-(-end // case.block_size) for end in ends))
@@ -27,6 +28,13 @@ def _pages(call: Call) -> tuple[list[Array], list[Array], tuple[Any, Any, Any]]:
         full = min(ends[0], ends[1]) // case.block_size
         table[1, :full] = table[0, :full]
         call.tally.counts["shared_blocks"] += full
+    return ends, blocks, table
+
+
+def _pages(call: Call) -> tuple[list[Array], list[Array], tuple[Any, Any, Any]]:
+    """Return each row's K and V, and pages that hold them: key pages, value pages, table."""
+    case = call.case
+    ends, blocks, table = _table(call)
     shape = (blocks, case.block_size, case.heads, case.dim)
     pages = [call.memory.empty(name, shape, call.dtype) for name in ("key_pages", "value_pages")]
     rows: tuple[list[Array], list[Array]] = ([], [])
@@ -179,10 +187,7 @@ def _packed(call: Call) -> Written:
 
 def _int8(call: Call, operation: str) -> Written:
     case = call.case
-    ends = [n + m for n, m in zip(case.lengths, case.contexts, strict=True)]
-    width = max(1, max(-(-end // case.block_size) for end in ends))
-    blocks = call.rows * width + 1
-    table = call.random.permutation(np.arange(1, blocks)).reshape(call.rows, width)
+    ends, blocks, table = _table(call)
     scales, placed = _scales(call)
     integers = call.random.integers(-128, 128, (2, blocks, case.block_size, case.heads, case.dim))
     integers = integers.astype(np.int8)
