@@ -63,18 +63,14 @@ _DEVICE = frozenset(
     }
 )
 
-_POWERS = {
-    "head_dim": ("paged_attention_decode", "varlen_attention"),
-    "linear_key_head_dim": (
-        "chunk_gated_delta_rule",
-        "gated_delta_rule_decode",
-        "gated_delta_rule_rows",
-    ),
-    "linear_value_head_dim": (
-        "chunk_gated_delta_rule",
-        "gated_delta_rule_decode",
-        "gated_delta_rule_rows",
-    ),
+_PAGED = ("paged_attention_decode", "varlen_attention")
+_DELTA_RULE = ("chunk_gated_delta_rule", "gated_delta_rule_decode", "gated_delta_rule_rows")
+
+# Sizes that a kernel's tiles take as they are: powers of two that a matrix product can have.
+_TILED = {
+    "head_dim": _PAGED,
+    "linear_key_head_dim": _DELTA_RULE,
+    "linear_value_head_dim": _DELTA_RULE,
 }
 
 
@@ -116,7 +112,8 @@ class Operations:
     Parameters
     ----------
     config : ModelConfig
-        Kernels that want head sizes to be powers of two are not used for others.
+        Kernels that want head sizes to be powers of two, of 16 at least on an accelerator, are not
+        used for others.
     dtype : torch.dtype
         Of activations.
     backend : Backend or None
@@ -138,12 +135,14 @@ class Operations:
         kernels: Iterable[str] | None = None,
     ) -> None:
         self.kernels: Mapping[str, Callable[..., Any]] = {}
+        self._least = 1
         if backend is None:
             return
+        self._least = backend.min_dot
         names = set(winning_kernels(backend, dtype) if kernels is None else kernels)
-        for field, needing in _POWERS.items():
+        for field, needing in _TILED.items():
             size = getattr(config, field)
-            if size & (size - 1):
+            if size & (size - 1) or size < self._least:
                 names.difference_update(needing)
         self.kernels = {n: run for n, run in operations(backend).items() if n in names}
 
@@ -207,20 +206,33 @@ class Operations:
         count = step.num_decodes
         parts = []
         if step.decodes is not None:
-            parts.append(self._attend("paged_attention_decode", query[:count], kv, step.decodes))
+            parts.append(self._attend_decodes(query[:count], kv, step.decodes))
         if step.prefills is not None:
-            parts.append(self._attend("varlen_attention", query[count:], kv, step.prefills))
+            parts.append(self._attend_prefills(query[count:], kv, step.prefills))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _attend(self, name: str, query: Tensor, kv: PagedKV, rows: AttentionRows) -> Tensor:
-        kernel = self.kernels.get(name)
+    def _paged(self, name: str, kv: PagedKV) -> Callable[..., Any] | None:
+        """Return a kernel that can take the blocks as they are."""
+        tile = kv.kernel_block_size & -kv.kernel_block_size
+        return self.kernels.get(name) if tile >= self._least else None
+
+    def _attend_decodes(self, query: Tensor, kv: PagedKV, rows: AttentionRows) -> Tensor:
+        kernel = self._paged("paged_attention_decode", kv)
         if kernel is None:
             return attention.varlen_attention(query, kv, rows.plan)
-        several = () if name == "paged_attention_decode" else (rows.query_start_loc,)
-        longest = () if name == "paged_attention_decode" else (rows.max_query_len,)
         attended: Tensor = kernel(
-            *(query, kv.key, kv.value, rows.block_table, *several, rows.seq_lens, *longest),
-            query.shape[-1] ** -0.5,
+            *(query, kv.key, kv.value, rows.block_table, rows.seq_lens, query.shape[-1] ** -0.5),
+            kernel_block_size=kv.kernel_block_size,
+        )
+        return attended
+
+    def _attend_prefills(self, query: Tensor, kv: PagedKV, rows: AttentionRows) -> Tensor:
+        kernel = self._paged("varlen_attention", kv)
+        if kernel is None:
+            return attention.varlen_attention(query, kv, rows.plan)
+        attended: Tensor = kernel(
+            *(query, kv.key, kv.value, rows.block_table, rows.query_start_loc, rows.seq_lens),
+            *(rows.max_query_len, query.shape[-1] ** -0.5),
             kernel_block_size=kv.kernel_block_size,
         )
         return attended

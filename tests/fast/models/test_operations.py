@@ -11,6 +11,7 @@ import torch
 from servespec.conformance.checks.bounds import logits_bound
 from servespec.fast.backends.base import Backend
 from servespec.fast.backends.registry import choose
+from servespec.fast.cache.memory import CacheMemory
 from servespec.fast.engine import Engine
 from servespec.fast.models import operations
 from servespec.fast.models.operations import Operations, winning_kernels
@@ -34,11 +35,11 @@ class Nowhere:
     """A backend that nothing is launched on."""
 
     device = "cpu"
-    min_dot = 1
     num_programs = None
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, min_dot: int = 1) -> None:
         self.name = name
+        self.min_dot = min_dot
 
     def launch(self, *arguments: object, **constants: object) -> None:
         raise AssertionError("launched")
@@ -79,6 +80,19 @@ def test_head_sizes_that_kernels_cannot_take(backend):
     assert set(Operations(MODEL, torch.float32, backend, names).kernels) == names
     for model, left_out in ((odd_values, RECURRENT), (odd_heads, {"paged_attention_decode"})):
         assert set(Operations(model, torch.float32, backend, names).kernels) == names - left_out
+    small = dataclasses.replace(MODEL, linear_key_head_dim=8)
+    device = Nowhere("cuda", min_dot=16)
+    assert set(Operations(small, torch.float32, backend, names).kernels) == names
+    assert set(Operations(small, torch.float32, device, names).kernels) == names - RECURRENT
+
+
+def test_blocks_that_a_matrix_product_cannot_take_are_left_to_torch(backend):
+    """On an accelerator 8 tokens are too few for a tile, so nothing is launched."""
+    on_device = Operations(MODEL, torch.float32, Nowhere("cuda", min_dot=16))
+    cache = CacheConfig(num_gpu_blocks=4, block_size=8, groups=gdn_groups_first(MODEL.layer_types))
+    kv = CacheMemory(MODEL, cache, torch.float32).kv(3)
+    assert "varlen_attention" in on_device.kernels
+    assert on_device._paged("varlen_attention", kv) is None
 
 
 @pytest.mark.parametrize("kernels", ["of a CPU", "of a device"])
