@@ -141,6 +141,7 @@ class FastImplementation:
 
     def __init__(self) -> None:
         backend = choose()
+        self._device = "cpu" if backend is None else backend.device
         if backend is not None:
             # Without Triton there are no kernels to check, and so no factory for them.
             self.make_kernels = partial(operations, backend)
@@ -176,5 +177,5 @@ class FastImplementation:
     def make_engine(
         self, model: ModelConfig, weights: Weights, config: EngineConfig, dtype: str = "float32"
     ) -> Engine:
-        """Return a fresh engine."""
-        return poisoned(Engine(model, weights, config, dtype))
+        """Return a fresh engine, on the device of the backend that ``SERVESPEC_BACKEND`` names."""
+        return poisoned(Engine(model, weights, config, dtype, self._device))

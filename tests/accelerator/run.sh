@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The kernels on a CUDA machine: suite, benchmark, results in a file. Under 8 minutes.
+# Kernels and engine on a CUDA machine: suites, benchmark, results in a file. Under 8 minutes.
 #
 # tests/accelerator/run.sh [FILE]   FILE defaults to accelerator-results.txt in $OUT or here.
 # PYTHON names an interpreter that has torch with CUDA, triton and this package's dependencies.
@@ -29,8 +29,10 @@ failed=0
     date -u
     "$python" -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())'
     step 20 implementations
-    step 300 check --suite kernels --cases 160 --jobs 4 --out "${OUT:-.}/servespec-cases"
-    step 120 bench kernels --rounds 15 --device cuda
+    step 180 check --suite kernels --cases 160 --jobs 4 --out "${OUT:-.}/servespec-cases"
+    step 180 check --suite model --suite engine --suite engine-bfloat16 --suite invariance \
+        --cases 40 --jobs 4 --out "${OUT:-.}/servespec-cases"
+    step 90 bench kernels --rounds 15 --device cuda
 } > "$results"
 cat "$results"
 exit "$failed"
