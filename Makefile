@@ -38,6 +38,7 @@ kernels-cpu: $(VENV)/.installed-extra
 kernels-interpreter: $(VENV)/.installed-extra
 	SERVESPEC_BACKEND=interpreter $(BIN)/servespec check --suite kernels --cases $(CASES)
 	$(BIN)/pytest tests/fast/backends/test_interpreter.py
+	SERVESPEC_BACKEND=interpreter $(BIN)/pytest tests/fast/kernels/triton/test_guards.py
 
 $(VENV)/.installed-extra: pyproject.toml $(FILES) | $(BIN)/pip
 	$(INSTALL) '.[$(EXTRA)]' pytest $(STRICT)
