@@ -34,6 +34,7 @@ _FILLED: frozenset[Callable[..., Any]] = frozenset(
     (
         *(torch.zeros, torch.ones, torch.full, torch.zeros_like, torch.ones_like, torch.full_like),
         *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_full),
+        *(Tensor.clone, Tensor.contiguous, Tensor.to),
     )
 )
 
@@ -178,7 +179,7 @@ class Memory:
 class Allocations(TorchFunctionMode):
     """While it is active, what torch is asked to allocate lies in guarded memory.
 
-    Results of operations, which torch allocates without being asked, are as they always are.
+    Copies are allocations too; other results of operations are as they always are.
 
     Parameters
     ----------
@@ -201,5 +202,11 @@ class Allocations(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in _POISONED and func not in _FILLED:
             return result
+        if args and isinstance(args[0], Tensor) and _shares(result, args[0]):
+            return result  # there was nothing to copy
         name = f"{func.__name__}{list(result.shape)}"
         return self._memory.make(name, result, filled=func in _FILLED)
+
+
+def _shares(left: Tensor, right: Tensor) -> bool:
+    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()

@@ -82,6 +82,9 @@ ALLOCATIONS = {
     "zeros": lambda x, n: torch.zeros(n, dtype=torch.int64),
     "new_zeros": lambda x, n: x.new_zeros(n, dtype=torch.int64),
     "full": lambda x, n: torch.full((n,), 0),
+    "clone": lambda x, n: x[:, 0].clone(),
+    "to": lambda x, n: x[:, 0].to(torch.int64),
+    "contiguous": lambda x, n: x[:, 0].contiguous(),
 }
 
 
@@ -136,6 +139,14 @@ def test_allocations_keep_their_layout_and_values():
     assert none.shape == (0, 5)
     assert torch.equal(ones, torch.ones(2, 3, dtype=torch.bfloat16))
     memory.check({})
+
+
+def test_what_need_not_be_copied_is_not():
+    x = torch.ones(2, 3)
+    with Allocations(Memory(gap=0)):
+        assert x.contiguous() is x
+        assert x.to(torch.float32) is x
+        assert x.clone().data_ptr() != x.data_ptr()
 
 
 def test_a_read_of_what_nobody_wrote_shows():
