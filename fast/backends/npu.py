@@ -5,7 +5,8 @@ kernel multiplies matrices. ``TRITON_ALL_BLOCKS_PARALLEL`` lets a grid be of any
 then starts one block a core at the most, and the compiler (``--enable-auto-blockify-loop``) puts
 the kernel into a loop that begins at the block's index, strides by the number of cores of the
 target, and ends at the product of the grid's three extents; the three program ids are computed from
-the loop's index. `servespec compile` compiles with that option.
+the loop's index. The driver must report no fewer cores than the compiler knows of the target, or
+instances would be left out. `servespec compile` compiles with that option.
 
 Code without the loop, started that way, would leave most of the grid out, and triton-ascend's cache
 does not tell the two apart. So kernels launched here have a cache of their own, and the variable is
