@@ -32,6 +32,7 @@ kernels:
 .PHONY: kernels-cpu kernels-interpreter
 kernels-cpu: $(VENV)/.installed-extra
 	$(BIN)/servespec check --suite kernels --cases $(CASES)
+	$(BIN)/servespec check --suite engine --suite engine-bfloat16 --cases 20
 	$(BIN)/pytest tests/fast/backends tests/fast/kernels/triton tests/fast/models/test_operations.py tests/conformance/test_compile.py
 	$(BIN)/servespec compile
 
