@@ -14,7 +14,7 @@ from servespec.conformance.verdicts import attempt
 __all__ = ["BUILT_IN", "FACTORIES", "LoadingError", "load", "load_vllm", "load_vllm_v0", "offers"]
 
 BUILT_IN = {
-    "fast": "the fast path of this package (torch)",
+    "fast": "the fast path of this package: torch, and kernels where they win",
     "reference": "the reference itself, as a check of the checks",
     "vllm": "the scheduler of vLLM 0.27.1 in an environment of its own (--python PATH)",
     "vllm-v0": "the V0 scheduler of vLLM 0.5.1 (--python PATH --root FOLDER of the unpacked wheel)",
