@@ -294,6 +294,35 @@ def recomputed_in_place(scheduler: Scheduler) -> None:
 
 
 @planted(
+    "scheduler",
+    "prefix hashes see the lowest byte of a token",
+    source="vllm-mlx PR#444: tokens hashed modulo 256",
+    suites=("scheduling",),
+)
+def hashed_in_a_byte(scheduler: Scheduler) -> None:
+    cache = scheduler._state.cache
+
+    def hashes(_: Callable[[int], list[bytes]], slot: int) -> list[bytes]:
+        chain = cache._chains[slot]
+        chain.extend(cache._requests.known_tokens(slot) % 256)
+        return chain.hashes
+
+    wrap(cache, "_hashes", hashes)
+
+
+@planted(
+    "scheduler",
+    "blocks that a preempted request was to fill stay in the index",
+    source="PR#56525: a hash published at schedule time for a state never written",
+    suites=("scheduling",),
+    # A victim must have filled a block in the very step, in a case of the intended profile.
+    rarity=4,
+)
+def hashed_and_never_computed(scheduler: Scheduler) -> None:
+    wrap(scheduler._state.cache, "retract", lambda _, slot: None)
+
+
+@planted(
     "request",
     "a request goes on after its last token",
     source="vllm-ascend#9221: more tokens than the limit",
@@ -427,6 +456,8 @@ FAULTS = (
     ignored_threshold,
     shared_across_tenants,
     recomputed_in_place,
+    hashed_in_a_byte,
+    hashed_and_never_computed,
     one_token_too_many,
     ignored_minimum,
     plain_norms,

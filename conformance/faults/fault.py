@@ -62,6 +62,8 @@ class Fault:
         A public report of a fault of this kind.
     suites : tuple of str
         Suites that must find it; none for a negative control, which no suite may report.
+    rarity : int
+        Suites may take so many times as many cases to find it as others.
     configuration : callable, optional
         Changes the scheduler's configuration.
     scheduler, v0_scheduler : callable, optional
@@ -88,6 +90,7 @@ class Fault:
     what: str
     source: str
     suites: tuple[str, ...]
+    rarity: int = 1
     configuration: Callable[[SchedulerConfig], SchedulerConfig] | None = None
     scheduler: Callable[[Scheduler], None] | None = None
     v0_scheduler: Callable[[V0Scheduler], None] | None = None
@@ -151,7 +154,7 @@ class Fault:
 
 
 def planted(
-    hook: Hook, what: str, *, source: str, suites: tuple[str, ...]
+    hook: Hook, what: str, *, source: str, suites: tuple[str, ...], rarity: int = 1
 ) -> Callable[[Callable[..., Any]], Fault]:
     """Return a decorator that turns what a hook does into a fault of the same name.
 
@@ -159,13 +162,14 @@ def planted(
     ----------
     hook : str
         The attribute of `Fault` that the decorated function becomes.
-    what, source, suites
+    what, source, suites, rarity
         As for `Fault`.
     """
 
     def plant(change: Callable[..., Any]) -> Fault:
         hooks: dict[str, Any] = {hook: change}
-        return Fault(name=change.__name__, what=what, source=source, suites=suites, **hooks)
+        name = change.__name__
+        return Fault(name=name, what=what, source=source, suites=suites, rarity=rarity, **hooks)
 
     return plant
 

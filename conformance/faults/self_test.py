@@ -16,7 +16,7 @@ from servespec.conformance.verdicts import Divergence, run_check
 __all__ = ["CONTROL_CASES", "FAULT_CASES", "Finding", "self_test", "try_suite"]
 
 FAULT_CASES = 100
-"""Cases within which a suite must find a fault."""
+"""Cases within which a suite must find a fault that is not rare."""
 
 CONTROL_CASES = 10
 """Cases in which a suite must not report the negative control."""
@@ -85,5 +85,5 @@ def self_test(faults: Sequence[Fault], seed: int = 0) -> Iterator[Finding]:
     """
     for fault in faults:
         for name in fault.suites or ("model", "engine"):
-            cases = FAULT_CASES if fault.suites else CONTROL_CASES
+            cases = FAULT_CASES * fault.rarity if fault.suites else CONTROL_CASES
             yield try_suite(fault, SUITES[name], cases, seed)

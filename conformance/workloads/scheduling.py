@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
@@ -43,6 +43,7 @@ __all__ = [
     "matrix",
     "scheduler_cases",
     "scheduling",
+    "with_quirks",
 ]
 
 Layout = Literal["dense", "hybrid none", "hybrid align"]
@@ -143,14 +144,27 @@ def scheduling(draw: st.DrawFn, quirks: Quirks | None = None) -> tuple[EngineCon
 
 @st.composite
 def scheduler_cases(draw: st.DrawFn, suite: str) -> Case:
-    """Return cases of a suite that drives a scheduler alone.
+    """Return cases of a suite that drives a scheduler alone, of either profile.
 
     Parameters
     ----------
     suite : str
     """
-    config, workload = draw(scheduling())
+    quirks = draw(st.sampled_from((Quirks.vllm_0_27_1(), Quirks())))
+    config, workload = draw(scheduling(quirks))
     return Case(suite=suite, config=config, workload=workload)
+
+
+def with_quirks(case: Case, quirks: Quirks) -> Case:
+    """Return a case of one profile, for schedulers that know no other.
+
+    Parameters
+    ----------
+    case : Case
+    quirks : Quirks
+    """
+    scheduler = replace(case.config.scheduler, quirks=quirks)
+    return replace(case, config=replace(case.config, scheduler=scheduler))
 
 
 def make_case(
@@ -276,6 +290,9 @@ def _workload(
     num_token_ids = rng.choice((2, 5, 50))
     base = [rng.randrange(50) for _ in range(scheduler.max_model_len)]
     salted = rng.random() < 0.1
+    wide = rng.random() < 0.2
+    # The later, the more urgent: victims were scheduled before, in the very step.
+    urgent = rng.random() < 0.3
     drafts = 0 if speculative is None else speculative.num_speculative_tokens
     # A prompt one longer than whole blocks can hit all but its last token; one that ends K short
     # of the longest sequence can be padded right up to it.
@@ -287,9 +304,14 @@ def _workload(
     while len(made) < count:
         arriving = min(count - len(made), int(rng.expovariate(1.0) * busy + 0.5))
         arrivals = [
-            _request(len(made) + i, len(events), base, edges, num_token_ids, salted, rng)
+            _request(len(made) + i, len(events), base, edges, num_token_ids, salted, wide, rng)
             for i in range(arriving)
         ]
+        if urgent:
+            arrivals = [
+                replace(request, priority=count - number)
+                for number, request in enumerate(arrivals, len(made))
+            ]
         made += arrivals
         events.append({"add": tuple(arrivals)})
     events += [{} for _ in range(rng.randint(0, 30))]
@@ -325,6 +347,7 @@ def _request(
     edges: list[int],
     num_token_ids: int,
     salted: bool,
+    wide: bool,
     rng: random.Random,
 ) -> Request:
     longest = len(base) - 1
@@ -333,6 +356,10 @@ def _request(
         length = rng.choice(edges)
     shared = rng.choice((0, length, rng.randint(0, length)))
     prompt = base[:shared] + [rng.randrange(50) for _ in range(length - shared)]
+    if wide:
+        # The same ids in one or two bytes: hashes of narrowed tokens collide.
+        start, more = rng.randrange(length), rng.choice((0, 1 << 8, 1 << 16))
+        prompt[start:] = [token + more for token in prompt[start:]]
     max_tokens = rng.choice((1, rng.randint(1, 8), rng.randint(4, 30)))
     # Now and then more than the model's length allows, which vLLM takes for an endless request.
     min_tokens = rng.choice((max_tokens, rng.randint(0, max_tokens))) if rng.random() < 0.1 else 0

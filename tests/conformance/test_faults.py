@@ -16,7 +16,7 @@ PAIRS = [(fault, name) for fault in FAULTS for name in fault.suites]
 
 @pytest.mark.parametrize(("fault", "suite"), PAIRS, ids=[f"{f.name}-{s}" for f, s in PAIRS])
 def test_a_fault_is_found(fault: Fault, suite: str) -> None:
-    finding = try_suite(fault, SUITES[suite], 100)
+    finding = try_suite(fault, SUITES[suite], 100 * fault.rarity)
     assert finding.ok, f"{finding.cases} cases agreed"
     assert finding.divergence is not None
     assert not finding.divergence.failed, finding.divergence

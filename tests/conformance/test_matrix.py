@@ -59,8 +59,8 @@ def shown(*implementations: Any, steps: int = 1, folder: Path | None = None) -> 
 
 def test_rounds_go_on_until_the_steps_are_reached() -> None:
     reference = ReferenceImplementation()
-    one = list(run_matrix(reference, [reference], steps=1))
-    assert [found.seed for found in one] == [0, 0, 0]
+    one = list(run_matrix(reference, [reference], steps=1, seed=5))
+    assert [found.seed for found in one] == [5, 5, 5]
     steps = sum(found.results["reference"].steps for found in one)
     two = list(run_matrix(reference, [reference], steps=steps + 1, seed=5))
     assert [found.seed for found in two][:4] == [5, 5, 5, 6]

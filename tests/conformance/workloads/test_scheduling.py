@@ -83,11 +83,13 @@ def test_seeds_reach_every_other_switch() -> None:
                 seen["repetition", params.repetition_detection is not None] += 1
                 seen["salt", request.cache_salt] += 1
                 seen["lora", request.lora_name] += 1
-                seen["priority", request.priority] += 1
+                seen["priority", min(request.priority, 3)] += 1
+                seen["bytes", max(request.prompt_token_ids).bit_length() // 8] += 1
     print(dict(seen))
     # (True and False of nine switches), 4 numbers of groups, 5 methods and none, 2 depths, 4 pause
-    # states with None, 3 resets with None, 3 salts, 2 adapters, 3 priorities.
-    assert len(seen) == 2 * 9 + 4 + 5 + 2 + 4 + 3 + 3 + 2 + 3
+    # states with None, 3 resets with None, 3 salts, 2 adapters, 3 priorities and higher ones, and
+    # tokens of 1 to 3 bytes.
+    assert len(seen) == 2 * 9 + 4 + 5 + 2 + 4 + 3 + 3 + 2 + 4 + 3
     assert min(seen.values()) >= 5
 
 
