@@ -32,8 +32,8 @@ class RunningView:
     ids : tuple of str
     slots, serials, num_prompt, max_total, stop_from, length_limit, eos : array of int64
         As in `RequestTable`, in the order of the list. Not to be written to.
-    any_eos, any_slow : bool
-        Whether an end-of-sequence token, or more than that and lengths, can stop any of them.
+    any_slow : bool
+        Whether more than lengths and an end-of-sequence token can stop any of them.
     """
 
     ids: tuple[str, ...]
@@ -44,7 +44,6 @@ class RunningView:
     stop_from: IntArray
     length_limit: IntArray
     eos: IntArray
-    any_eos: bool
     any_slow: bool
 
 
@@ -72,7 +71,6 @@ class RunningList:
         if self._view is None:
             slots = self.slots.copy()
             slots.flags.writeable = False
-            eos = requests.eos[slots]
             self._view = RunningView(
                 ids=tuple(requests.request(slot).request_id for slot in slots.tolist()),
                 slots=slots,
@@ -81,8 +79,7 @@ class RunningList:
                 max_total=requests.max_total[slots],
                 stop_from=requests.stop_from[slots],
                 length_limit=requests.length_limit[slots],
-                eos=eos,
-                any_eos=bool((eos >= 0).any()),
+                eos=requests.eos[slots],
                 any_slow=bool(requests.stops_slowly[slots].any()),
             )
         return self._view

@@ -19,6 +19,7 @@ __all__ = ["read_config", "to_json"]
 
 _MAX_BYTES = 1 << 24
 _MAX_LAYERS = 1024  # the largest Qwen3.5 has 64; a file without layer_types could claim any number
+_MAX_SIZE = 1 << 24  # more than any real model's, and little enough to multiply
 _MODEL_TYPES = ("qwen3_5", "qwen3_5_text")
 _FIXED = {"hidden_act": "silu", "attention_bias": False}
 _SIZES = {
@@ -51,8 +52,8 @@ class _Fields:
 
     def integer(self, name: str, default: int) -> int:
         value = self._values.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self.error(name, value, "an integer")
+        if type(value) is not int or not 1 <= value <= _MAX_SIZE:
+            raise self.error(name, value, f"an integer in [1, {_MAX_SIZE}]")
         return value
 
     def real(self, name: str, default: float) -> float:
@@ -87,10 +88,8 @@ class _Fields:
         if value is None:
             count = self.integer("num_hidden_layers", 32)
             interval = self.integer("full_attention_interval", 4)
-            if not 1 <= count <= _MAX_LAYERS:
+            if count > _MAX_LAYERS:
                 raise self.error("num_hidden_layers", count, f"in [1, {_MAX_LAYERS}]")
-            if interval < 1:
-                raise self.error("full_attention_interval", interval, "at least 1")
             return tuple(
                 "linear_attention" if (index + 1) % interval else "full_attention"
                 for index in range(count)
@@ -121,11 +120,13 @@ class _Fields:
         rope_type = inner._values.get("rope_type", inner._values.get("type", "default"))
         if rope_type not in ("default", "mrope"):
             raise self.error("rope_type", rope_type, "'default', the only choice supported")
+
+        def real(name: str, default: float) -> float:
+            return (inner if name in inner._values else self).real(name, default)
+
         return RopeConfig(
-            rope_theta=inner.real("rope_theta", self.real("rope_theta", 10_000.0)),
-            partial_rotary_factor=inner.real(
-                "partial_rotary_factor", self.real("partial_rotary_factor", 0.25)
-            ),
+            rope_theta=real("rope_theta", 10_000.0),
+            partial_rotary_factor=real("partial_rotary_factor", 0.25),
             mrope_section=inner.integers("mrope_section"),
         )
 
@@ -150,7 +151,7 @@ def read_config(path: Path) -> ModelConfig:
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path}: more than {_MAX_BYTES} bytes: not a model's config")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

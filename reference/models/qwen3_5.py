@@ -113,6 +113,8 @@ def from_weights(config: ModelConfig, weights: Mapping[str, npt.NDArray[np.float
     )
 
 
+# What weights that are not finite make of the logits is refused where a token is chosen.
+@np.errstate(invalid="ignore", over="ignore")
 def forward(
     model: Qwen3_5, batch: BatchRecord, groups: tuple[KVCacheGroup, ...], memory: Memory
 ) -> tuple[Array, Memory]:

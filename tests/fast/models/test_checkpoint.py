@@ -99,7 +99,6 @@ def test_a_tied_model_saved_with_the_copy(folder):
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "missing size": ({"hidden_size": ...}, "hidden_size is None"),
     "wrong kind": ({"hidden_size": "64"}, "hidden_size is '64'"),
     "boolean": ({"num_attention_heads": True}, "num_attention_heads is True"),
     "negative": ({"vocab_size": -5}, "vocab_size is -5"),

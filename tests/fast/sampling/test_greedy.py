@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from servespec.fast.sampling.greedy import greedy
@@ -16,3 +17,11 @@ def test_ties_in_wide_rows():
     logits = torch.randint(0, 4, (50, 5000)).float()
     expected = [row.index(max(row)) for row in logits.tolist()]
     assert greedy(logits).tolist() == expected
+
+
+def test_logits_that_are_not_numbers_are_refused():
+    logits = torch.zeros(3, 70)
+    assert greedy(logits.fill_(-torch.inf)).tolist() == [0, 0, 0]
+    logits[1, 69] = torch.nan
+    with pytest.raises(ValueError, match="row 1 contain NaN"):
+        greedy(logits)

@@ -200,7 +200,8 @@ CONFIG_FAULTS = {
     "model_type is None": {"model_type": None},
     "hidden_size is 'big': must be an integer": {"hidden_size": "big"},
     "hidden_size is True: must be an integer": {"hidden_size": True},
-    "hidden_size is 0: must be at least 1": {"hidden_size": 0},
+    "hidden_size is 0: must be an integer in [1, 16777216]": {"hidden_size": 0},
+    "max_position_embeddings is 1208925819614629174706176": {"max_position_embeddings": 2**80},
     "partial_rotary_factor is 0.25: must be such that head_dim = 6": {"head_dim": 6},
     "rms_norm_eps is -1.0: must be positive": {"rms_norm_eps": -1},
     "rms_norm_eps is nan: must be a finite number": {"rms_norm_eps": float("nan")},
@@ -208,9 +209,9 @@ CONFIG_FAULTS = {
     "layer_types is 'sliding_attention'": {"layer_types": ["sliding_attention"] * 2},
     "layer_types is 5: must be a list": {"layer_types": 5},
     "num_hidden_layers is 3: must be 2": {"num_hidden_layers": 3},
-    "num_hidden_layers is 1000000000: must be in": {
+    "num_hidden_layers is 1000000: must be in": {
         "layer_types": None,
-        "num_hidden_layers": 10**9,
+        "num_hidden_layers": 10**6,
     },
     "full_attention_interval is 0": {"layer_types": None, "full_attention_interval": 0},
     "hidden_act is 'gelu': must be 'silu'": {"hidden_act": "gelu"},
