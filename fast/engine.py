@@ -103,7 +103,7 @@ def _device(name: str | torch.device) -> torch.device:
 
 
 @contextmanager
-def _allocating(field: str, value: int) -> Iterator[None]:
+def _allocating(field: str, value: object) -> Iterator[None]:
     """Blame a field for memory that there isn't."""
     try:
         yield
@@ -161,8 +161,11 @@ class Engine:
             self.memory = CacheMemory(model_config, cache, torch_dtype, torch_device)
         with _allocating("SchedulerConfig.max_model_len", max_model_len):
             self.model = Qwen3_5(model_config, weights, torch_dtype, torch_device, max_model_len)
-        self._scheduler = make_planner(engine_config)
-        self._batch = InputBatch(engine_config, torch_device)
+        scheduler = engine_config.scheduler
+        most = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+        with _allocating("SchedulerConfig.max_num_seqs, max_num_batched_tokens", most):
+            self._scheduler = make_planner(engine_config)
+            self._batch = InputBatch(engine_config, torch_device)
         self._num_steps = 0
         self._num_generated = 0
 

@@ -326,6 +326,7 @@ def test_wrong_configurations(model, tmp_path):
     for changes, field in (
         ({"num_gpu_blocks": 10**12}, r"CacheConfig\.num_gpu_blocks is 1000000000000"),
         ({"max_model_len": 10**14}, r"SchedulerConfig\.max_model_len is 100000000000000"),
+        ({"max_num_batched_tokens": 10**14}, r"max_num_batched_tokens is \(8, 100000000000000\)"),
     ):
         with pytest.raises(ConfigError, match=field):
             make(model, **changes)
