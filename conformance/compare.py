@@ -10,19 +10,19 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import Any
 
 from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.verdicts import DivergedError, Divergence
 from servespec.reference.contracts import BatchRecord, SchedulerOutput
 
-__all__ = ["Difference", "expect_equal", "first_difference", "shown"]
+__all__ = ["Difference", "expect_equal", "first_difference", "plainly_equal", "shown"]
 
 _ORDERED = frozenset({"num_scheduled_tokens"})
 """Mappings whose order is a decision: rows reach the worker in it."""
 
 _ROW_FIELDS = frozenset(
     {
-        "req_ids",
         "num_scheduled_tokens",
         "num_computed_tokens",
         "seq_lens",
@@ -37,7 +37,12 @@ _TOKEN_FIELDS = frozenset({"token_ids", "positions", "slot_mapping"})
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 120
+_REPR.maxlong = 120
 _REPR.maxtuple = _REPR.maxlist = _REPR.maxset = _REPR.maxfrozenset = _REPR.maxdict = 12
+
+
+class _UnknownTypeError(TypeError):
+    """The reference gave something that no comparison is defined for."""
 
 
 def shown(value: object) -> str:
@@ -55,7 +60,7 @@ class Difference:
         Field names, mapping keys (as ``"['key']"``) and indices.
     expected, got : str
     request : str or None
-        The mapping key or row on the path.
+        The request that the place belongs to: a mapping's key, or whose row or entry it is.
     """
 
     path: tuple[str | int, ...]
@@ -96,9 +101,13 @@ def first_difference(
     """
     if expected is None or got is None:
         return None if expected is got else Difference(path, shown(expected), shown(got))
-    if isinstance(expected, Enum | bool | str):
+    if isinstance(expected, Enum | bool):
         _require_type(got, type(expected), path)
         return None if expected == got else Difference(path, _text(expected), _text(got))
+    if isinstance(expected, str):
+        _require_type(got, str, path)
+        assert isinstance(got, str)
+        return None if expected == got else Difference(path, *_texts(expected, got))
     if isinstance(expected, numbers.Real):
         kind = numbers.Integral if isinstance(expected, int) else numbers.Real
         _require_type(got, kind, path)
@@ -108,17 +117,18 @@ def first_difference(
         for name in _fields(type(expected)):
             a, b = getattr(expected, name), getattr(got, name)
             if (found := first_difference(a, b, (*path, name))) is not None:
-                return found
+                request = found.request or _owner(expected, name, found.path[len(path) + 1 :])
+                return dataclasses.replace(found, request=request)
         return None
     if isinstance(expected, Mapping):
         return _mapping_difference(expected, got, path)
     if isinstance(expected, Set):
         _require_type(got, Set, path)
         assert isinstance(got, Set)
-        return None if expected == got else Difference(path, _listed(expected), _listed(got))
+        return None if expected == got else _set_difference(expected, got, path)
     if isinstance(expected, Sequence):
         return _sequence_difference(expected, got, path)
-    raise TypeError(f"cannot compare a {type(expected).__name__}")
+    raise _UnknownTypeError(f"cannot compare a {type(expected).__name__}")
 
 
 @cache
@@ -148,9 +158,7 @@ def _mapping_difference(
         if key not in expected:
             request = key if isinstance(key, str) else None
             return Difference((*path, f"[{key!r}]"), "no entry", shown(got[key]), request)
-    if ordered and list(expected) != list(got):
-        return Difference((*path, "order"), shown(list(expected)), shown(list(got)))
-    return None
+    return first_difference([*expected], [*got], (*path, "order")) if ordered else None
 
 
 def _sequence_difference(
@@ -158,18 +166,46 @@ def _sequence_difference(
 ) -> Difference | None:
     _require_type(got, (tuple, list), path)
     assert isinstance(got, tuple | list)
-    if _plainly_equal(expected, got):
+    if plainly_equal(expected, got):
         return None
+    found = None
     for index, (a, b) in enumerate(zip(expected, got, strict=False)):
         if (found := first_difference(a, b, (*path, index))) is not None:
-            return found
-    if len(expected) != len(got):
-        return Difference(path, shown(tuple(expected)), shown(tuple(got)))
-    return None
+            break
+    if len(expected) == len(got):
+        return found
+    end = min(len(expected), len(got))
+    first, other = (shown(x[end]) if len(x) > end else "nothing" for x in (expected, got))
+    found = found or Difference((*path, end), first, other, _named(expected[end:]))
+    if len(found.path) > len(path) + 1:
+        return found
+    return dataclasses.replace(
+        found,
+        expected=f"{found.expected} (length {len(expected)})",
+        got=f"{found.got} (length {len(got)})",
+    )
 
 
-def _plainly_equal(expected: Sequence[object], got: object) -> bool:
-    """Whether Python calls two sequences equal: much faster than looking at every element."""
+def _set_difference(
+    expected: Set[object], got: Set[object], path: tuple[str | int, ...]
+) -> Difference:
+    missing, extra = _listed(expected - got), _listed(got - expected)
+    ours = [f"with {missing}"] * bool(missing) + [f"without {extra}"] * bool(extra)
+    theirs = [f"without {missing}"] * bool(missing) + [f"with {extra}"] * bool(extra)
+    return Difference(
+        path,
+        f"{' and '.join(ours)} ({len(expected)} in all)",
+        f"{' and '.join(theirs)} ({len(got)} in all)",
+    )
+
+
+def plainly_equal(expected: object, got: object) -> bool:
+    """Whether Python calls two values equal: much faster than looking at every element.
+
+    Parameters
+    ----------
+    expected, got : object
+    """
     try:
         return type(expected) is type(got) and bool(expected == got)
     except Exception:  # an array, or whatever a foreign type does
@@ -187,8 +223,25 @@ def _text(value: object) -> str:
     return value.name if isinstance(value, Enum) else shown(value)
 
 
+def _texts(expected: str, got: str) -> tuple[str, str]:
+    """Return texts for two strings that differ, cut to where they do if they are long."""
+    if shown(expected) != shown(got):
+        return shown(expected), shown(got)
+    pairs = enumerate(zip(expected, got, strict=False))
+    at = next((n for n, (a, b) in pairs if a != b), min(len(expected), len(got)))
+    first, other = (f"{text[at : at + 40]!r} from character {at}" for text in (expected, got))
+    return first, other
+
+
 def _listed(values: Set[object]) -> str:
-    return "{" + ", ".join(sorted(map(shown, values))) + "}"
+    """Return the members of a set in order, "" if there are none."""
+    if not values:
+        return ""
+    numbered = all(isinstance(value, numbers.Real) for value in values)
+    ordered: list[Any] = sorted(values, key=None if numbered else shown)
+    left = len(ordered) - _REPR.maxset
+    texts = [*map(shown, ordered[: _REPR.maxset]), *([f"{left} more"] if left > 0 else [])]
+    return "{" + ", ".join(texts) + "}"
 
 
 def expect_equal(
@@ -198,6 +251,7 @@ def expect_equal(
     *,
     step: int | None = None,
     batch: BatchRecord | None = None,
+    optional: bool = False,
 ) -> None:
     """Compare exactly.
 
@@ -210,13 +264,25 @@ def expect_equal(
     step : int or None
     batch : BatchRecord or None
         The reference's batch: tells which request a row or a token belongs to.
+    optional : bool
+        Whether None is an answer too.
 
     Raises
     ------
     DivergedError
     ImplementationFailed
+        If `got` is rubbish; see `first_difference`.
     """
-    found = first_difference(expected, got, (field,) if field else ())
+    if got is None and not optional:
+        _require_type(got, type(expected), (field,))
+    try:
+        found = first_difference(expected, got, (field,) if field else ())
+    except (ImplementationFailed, _UnknownTypeError):
+        raise
+    except Exception as error:  # whatever a foreign value does when it is looked at
+        raise ImplementationFailed(
+            f"comparing {field} raised {type(error).__name__}: {error}"
+        ) from error
     if found is not None:
         raise DivergedError(
             Divergence(
@@ -224,12 +290,26 @@ def expect_equal(
                 expected=found.expected,
                 got=found.got,
                 step=step,
-                request=found.request or _owner(found.path, batch),
+                request=found.request or _row_of(found.path, batch),
             )
         )
 
 
-def _owner(path: tuple[str | int, ...], batch: BatchRecord | None) -> str | None:
+def _named(values: Sequence[object]) -> str | None:
+    """Return the request that the first value is about, if it says so."""
+    name = getattr(values[0], "req_id", getattr(values[0], "request_id", None)) if values else None
+    return name if isinstance(name, str) else None
+
+
+def _owner(record: object, name: str, below: tuple[str | int, ...]) -> str | None:
+    """Return the request of a place below field `name` of the reference's record."""
+    rows = getattr(record, "req_ids", ())
+    if name in _ROW_FIELDS and below and isinstance(below[0], int) and below[0] < len(rows):
+        return str(rows[below[0]])
+    return _named([record])
+
+
+def _row_of(path: tuple[str | int, ...], batch: BatchRecord | None) -> str | None:
     """Return the request of the first row or token subscript on a path."""
     if batch is None:
         return None

@@ -7,6 +7,7 @@ and raises `DivergedError` at the first difference; `run_check` turns that into 
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -35,7 +36,6 @@ __all__ = [
     "Tally",
     "Verdict",
     "attempt",
-    "directly",
     "failure",
     "run_check",
 ]
@@ -143,22 +143,33 @@ def attempt(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> 
     Raises
     ------
     ImplementationFailed
-        If `function` raises anything at all, `SystemExit` included.
+        If `function` raises anything at all, `SystemExit` included; `KeyboardInterrupt` only
+        where nobody can have pressed the keys.
     """
     try:
         return function(*args, **kwargs)
-    except (ImplementationFailed, KeyboardInterrupt):
+    except ImplementationFailed:
         raise
     except BaseException as error:  # foreign code may raise anything
+        if isinstance(error, KeyboardInterrupt) and _interruptible():
+            raise
         name = getattr(function, "__name__", type(function).__name__)
-        text = str(error).splitlines()
+        text = _message(error).splitlines()
         what = f"{name} raised {type(error).__name__}" + (f": {text[0]}" if text else "")
         raise ImplementationFailed(what, _end_of_traceback()) from error
 
 
-def directly(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-    """Call into the reference, whose errors are no implementation's failure; see `attempt`."""
-    return function(*args, **kwargs)
+def _interruptible() -> bool:
+    """Whether a `KeyboardInterrupt` can be a person's: a worker ignores their signal."""
+    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def _message(error: BaseException) -> str:
+    """Return an exception's text, even of one whose ``str`` raises."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def _end_of_traceback() -> tuple[str, ...]:

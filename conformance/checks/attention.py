@@ -32,10 +32,11 @@ from servespec.conformance.adapters.base import AnyArray, AttentionFactory, Atte
 from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.adapters.reference_attention import ReferenceAttention
 from servespec.conformance.cases.case import Case, Dtype
+from servespec.conformance.checks.foreign import made
 from servespec.conformance.checks.numbers import float_array
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.compare import shown
-from servespec.conformance.verdicts import DivergedError, Divergence, Tally, attempt
+from servespec.conformance.verdicts import DivergedError, Divergence, Tally
 from servespec.conformance.workloads.attention import attention_cases
 from servespec.conformance.workloads.workload_attention import (
     AttentionCase,
@@ -151,11 +152,11 @@ class _Run:
             for _ in range(2)
         ]
         self.reference.load(*memory)
-        attempt(self.candidate.load, *(array.copy() for array in memory))
+        self.candidate.load(*(array.copy() for array in memory))
 
     def write(self, slots: list[int], key: AnyArray, value: AnyArray) -> None:
         self.reference.write(key, value, slots)
-        attempt(self.candidate.write, key.copy(), value.copy(), slots)
+        self.candidate.write(key.copy(), value.copy(), slots)
         self.written.update(slot for slot in slots if slot >= 0)
 
     def step(self, step: AttentionStep, number: int, tally: Tally) -> None:
@@ -186,20 +187,20 @@ class _Run:
                 for row in zip(queries, *operands, strict=True)
             ]
         )
-        got = attempt(self.candidate.attend, query.copy(), *own, metadata)
+        got = self.candidate.attend(query.copy(), *own, metadata)
         compare(expected, got, bound, metadata, "output", number)
         if not self.is_int8:
             lengths = tuple(accumulate(row.seq_len for row in step.rows))
             keys, values = (np.concatenate(rows).astype(np.float32) for rows in operands)
             ends = metadata.actual_seq_lengths_q[: len(step.rows)]
-            got = attempt(self.candidate.attend_packed, query.copy(), keys, values, ends, lengths)
+            got = self.candidate.attend_packed(query.copy(), keys, values, ends, lengths)
             compare(expected, got, bound, metadata, "packed_output", number)
         self.compare_pages(number)
         tally.tokens += tokens
         self.count(step, metadata, tally.counts)
 
     def compare_pages(self, number: int) -> None:
-        pages = attempt(self.candidate.pages)
+        pages = self.candidate.pages()
         for name, expected, got in zip(
             ("key_pages", "value_pages"), self.reference.pages(), _pair(pages), strict=True
         ):
@@ -207,7 +208,7 @@ class _Run:
 
     def compare_dequantized(self, metadata: AttentionMetadata, number: int) -> None:
         where = metadata.block_tables, metadata.seq_lens
-        read = attempt(self.candidate.dequantized, *where)
+        read = self.candidate.dequantized(*where)
         for name, expected, got in zip(
             ("dequantized_key", "dequantized_value"),
             self.reference.dequantized(*where),
@@ -340,7 +341,7 @@ def check(case: Case, implementation: AttentionFactory, tally: Tally) -> None:
         given,
         case.dtype,
         ReferenceAttention(config, *scales),
-        attempt(implementation.make_attention, config, case.dtype, *scales),
+        made("attention layer", implementation.make_attention, config, case.dtype, *scales),
         random,
         set(),
     )

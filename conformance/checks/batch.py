@@ -20,9 +20,10 @@ from servespec.conformance.adapters.base import StateSaving
 from servespec.conformance.adapters.reference import ReferenceBatch, ReferenceScheduler
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.counting import count_batch, count_outputs, count_schedule
+from servespec.conformance.checks.foreign import itself, made
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.compare import expect_equal
-from servespec.conformance.verdicts import ExpectedStep, Tally, attempt
+from servespec.conformance.verdicts import ExpectedStep, Tally
 from servespec.conformance.workloads.driver import drive
 from servespec.conformance.workloads.plans import plans
 from servespec.conformance.workloads.scheduling import scheduling
@@ -48,8 +49,8 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
     DivergedError, ImplementationFailed
     """
     reference = ReferenceBatch(case.config)
-    candidate = attempt(implementation.make_batch, case.config)
-    saves_states = isinstance(candidate, StateSaving)
+    candidate = made("batch", implementation.make_batch, case.config)
+    saves_states = isinstance(itself(candidate), StateSaving)
     seen: set[str] = set()
     before: BatchRecord | None = None
     for output, sampled in _steps(case, tally):
@@ -60,14 +61,14 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
         )
         count_schedule(tally, output)
         count_batch(tally, expected, before)
-        got = attempt(candidate.prepare, output)
-        expect_equal(expected, got, "batch", step=step, batch=expected)
+        got = candidate.prepare(output)
+        expect_equal(expected, got, "batch", step=step, batch=expected, optional=True)
         saves = reference.state_saves(sampled)
         tally.counts["state_saves"] += sum(map(len, saves))
         if saves_states:
-            expect_equal(saves, attempt(candidate.state_saves, sampled), "state_saves", step=step)
+            expect_equal(saves, candidate.state_saves(sampled), "state_saves", step=step)
         reference.append_sampled(sampled)
-        attempt(candidate.append_sampled, sampled)
+        candidate.append_sampled(sampled)
         if expected is not None:
             _count_rows(tally, output, expected, before, seen)
         before = expected

@@ -15,9 +15,10 @@ from servespec.conformance.adapters.base import SchedulerFactory, SchedulerUnder
 from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.counting import count_outputs, count_schedule
+from servespec.conformance.checks.foreign import made, require_answer
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.compare import shown
-from servespec.conformance.verdicts import DivergedError, Divergence, Tally, attempt
+from servespec.conformance.verdicts import DivergedError, Divergence, Tally
 from servespec.conformance.workloads.driver import drive
 from servespec.conformance.workloads.scheduling import scheduler_cases
 from servespec.reference.contracts import (
@@ -65,13 +66,13 @@ class WatchedScheduler:
         """Queue a request."""
         self._requests[request.request_id] = request
         self._outputs[request.request_id] = []
-        attempt(self._scheduler.add_request, request)
+        self._scheduler.add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Plan one step and check plan and state."""
-        output = attempt(self._scheduler.schedule, throttle_prefills)
-        if not isinstance(output, SchedulerOutput):
-            raise ImplementationFailed(f"schedule returned {shown(output)}")
+        output = self._scheduler.schedule(throttle_prefills)
+        require_answer(output, SchedulerOutput, "scheduler_output")
+        self._check_rows(output)
         self.before, self.state = self.state, self._look("schedule")
         self._check_plan(output)
         self._check_tables(output)
@@ -83,7 +84,8 @@ class WatchedScheduler:
         self, output: SchedulerOutput, sampled: Mapping[str, tuple[int, ...]]
     ) -> tuple[EngineCoreOutput, ...]:
         """Take in sampled tokens and check what they gave."""
-        results = attempt(self._scheduler.update_from_output, output, sampled)
+        results = self._scheduler.update_from_output(output, sampled)
+        require_answer(results, tuple[EngineCoreOutput, ...], "outputs")
         for result in results:
             name = result.request_id
             given = sampled.get(name, ())
@@ -109,21 +111,21 @@ class WatchedScheduler:
 
     def update_draft_token_ids(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Take in drafts."""
-        attempt(self._scheduler.update_draft_token_ids, drafts)
+        self._scheduler.update_draft_token_ids(drafts)
 
     def finish_requests(self, request_ids: tuple[str, ...], status: RequestStatus) -> None:
         """End requests from outside."""
-        attempt(self._scheduler.finish_requests, request_ids, status)
+        self._scheduler.finish_requests(request_ids, status)
         self._ended.update(self._requests.keys() & request_ids)
         self.state = self._look("finish_requests")
 
     def set_pause_state(self, state: PauseState) -> None:
         """Stop or resume."""
-        attempt(self._scheduler.set_pause_state, state)
+        self._scheduler.set_pause_state(state)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all prefix hashes."""
-        done = attempt(self._scheduler.reset_prefix_cache, reset_running_requests)
+        done = self._scheduler.reset_prefix_cache(reset_running_requests)
         self.state = self._look("reset_prefix_cache")
         self._require(
             not (done and self.state.cached_blocks),
@@ -180,9 +182,8 @@ class WatchedScheduler:
 
     def _look(self, call: str) -> SchedulerSnapshot:
         """Return the state after a call, and check what holds at any time."""
-        state = attempt(self._scheduler.snapshot)
-        if not isinstance(state, SchedulerSnapshot):
-            raise ImplementationFailed(f"snapshot after {call} returned {shown(state)}")
+        state = self._scheduler.snapshot()
+        require_answer(state, SchedulerSnapshot, f"snapshot after {call}")
         self._check_pool(state)
         self._check_queues(state)
         self._check_sharing(state)
@@ -191,7 +192,12 @@ class WatchedScheduler:
     def _check_pool(self, state: SchedulerSnapshot) -> None:
         """Check conservation: every block is free once, or held as often as its count says."""
         total = self._config.cache.num_gpu_blocks
-        self._require(len(state.ref_counts) == total, "ref_counts", f"{total} counts", state)
+        self._require(
+            len(state.ref_counts) == total,
+            "ref_counts",
+            f"{total} counts",
+            str(len(state.ref_counts)),
+        )
         free = Counter(state.free_blocks)
         holders = Counter(
             block
@@ -290,6 +296,32 @@ class WatchedScheduler:
         request = self._requests[name]
         tokens = (*request.prompt_token_ids, *self._outputs[name])[:end]
         return (request.cache_salt, request.lora_name, *tokens)
+
+    def _check_rows(self, output: SchedulerOutput) -> None:
+        """Check that the rows of a plan are of known requests, and as long as their names."""
+        cached = output.scheduled_cached_reqs
+        for name in (*(new.req_id for new in output.scheduled_new_reqs), *cached.req_ids):
+            known = name in self._requests
+            self._require(known, "scheduler_output", "requests that were added", name)
+        for name in cached.req_ids:
+            known = name in self._rows or name in {r.req_id for r in output.scheduled_new_reqs}
+            self._require(known, "scheduled_cached_reqs", "requests the worker knows", name, name)
+        for field in ("new_block_ids", "num_computed_tokens", "num_output_tokens"):
+            count = len(getattr(cached, field))
+            self._require(
+                count == len(cached.req_ids),
+                f"scheduled_cached_reqs.{field}",
+                f"one for each of {len(cached.req_ids)} requests",
+                str(count),
+            )
+        groups = len(self._config.cache.groups)
+        for name, blocks in (
+            *((new.req_id, new.block_ids) for new in output.scheduled_new_reqs),
+            *zip(cached.req_ids, cached.new_block_ids, strict=True),
+        ):
+            count = groups if blocks is None else len(blocks)
+            what = f"blocks of {groups} groups"
+            self._require(count == groups, "scheduler_output.block_ids", what, str(count), name)
 
     def _check_plan(self, output: SchedulerOutput) -> None:
         """Check that the plan keeps to its budget, to requests that run, and to what it did."""
@@ -415,9 +447,9 @@ def check(case: Case, implementation: SchedulerFactory, tally: Tally) -> None:
     ImplementationFailed
     """
     configs = (case.config.scheduler, case.config.cache, case.config.speculative)
-    made = attempt(implementation.make_scheduler, *configs)
+    scheduler = made("scheduler", implementation.make_scheduler, *configs)
     try:
-        _watch(WatchedScheduler(made, case.config), case, tally)
+        _watch(WatchedScheduler(scheduler, case.config), case, tally)
     except ImplementationFailed as error:
         # Where the release that the quirks reproduce dies, so does whoever reproduces it.
         if not isinstance(error.__cause__, SchedulerDiedError):

@@ -8,6 +8,7 @@ scheduler's state (blocks, reference counts, queues).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from servespec.conformance.adapters.base import EngineUnderTest
@@ -15,6 +16,7 @@ from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.adapters.reference import ReferenceImplementation, tiny_weights
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.counting import count_batch, count_outputs, count_schedule
+from servespec.conformance.checks.foreign import made, require_answer
 from servespec.conformance.checks.numbers import (
     compare_logits,
     compare_token,
@@ -28,17 +30,29 @@ from servespec.conformance.verdicts import (
     Divergence,
     ExpectedStep,
     Tally,
-    attempt,
 )
 from servespec.conformance.workloads.engine import engine_cases
 from servespec.conformance.workloads.workload import WorkloadStep
-from servespec.reference.contracts import ModelConfig, StepRecord
+from servespec.reference.contracts import (
+    BatchRecord,
+    EngineCoreOutput,
+    ModelConfig,
+    SchedulerOutput,
+    StepRecord,
+)
 
 __all__ = ["BFLOAT16_SUITE", "SUITE", "apply_events", "check", "checked_record", "engine_pair"]
 
 _NO_EVENTS = WorkloadStep()
 _PATIENCE = 4
 """Steps without a token after which nothing can change any more."""
+
+_RECORD_FIELDS: Mapping[str, Any] = {
+    "scheduler_output": SchedulerOutput,
+    "batch": BatchRecord,
+    "sampled_token_ids": Mapping[str, tuple[int, ...]],
+    "outputs": tuple[EngineCoreOutput, ...],
+}
 
 
 def engine_pair(case: Case, implementation: Any) -> tuple[EngineUnderTest, EngineUnderTest]:
@@ -54,7 +68,7 @@ def engine_pair(case: Case, implementation: Any) -> tuple[EngineUnderTest, Engin
     assert case.model is not None
     weights = tiny_weights(case.model)
     reference = ReferenceImplementation().make_engine(model, weights, case.config)
-    candidate = attempt(implementation.make_engine, model, weights, case.config, case.dtype)
+    candidate = made("engine", implementation.make_engine, model, weights, case.config, case.dtype)
     return reference, candidate
 
 
@@ -108,14 +122,14 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
         count_schedule(tally, expected.scheduler_output, before, after)
         count_batch(tally, expected.batch)
         count_outputs(tally, expected.outputs)
-        got = checked_record(attempt(candidate.step, expected.sampled_token_ids))
+        got = checked_record(candidate.step(expected.sampled_token_ids))
         _compare_step(expected, got, case, model, tally, number)
-        expect_equal(after, attempt(candidate.snapshot), "snapshot", step=number)
+        expect_equal(after, candidate.snapshot(), "snapshot", step=number)
         tally.steps += 1
         idle = idle + 1 if expected.batch is None else 0
     expect_equal(
         reference.has_unfinished_requests(),
-        bool(attempt(candidate.has_unfinished_requests)),
+        bool(candidate.has_unfinished_requests()),
         "has_unfinished_requests",
         step=tally.steps,
     )
@@ -152,7 +166,7 @@ def apply_events(
             tally.counts["refused"] += 1
         got = "accepted"
         try:
-            attempt(candidate.add_request, request)
+            candidate.add_request(request)
         except ImplementationFailed as error:
             if not isinstance(error.__cause__, ValueError):
                 raise
@@ -170,7 +184,7 @@ def apply_events(
     for request_id in events.abort:
         tally.counts["aborts"] += 1
         reference.abort_requests((request_id,))
-        attempt(candidate.abort_requests, (request_id,))
+        candidate.abort_requests((request_id,))
 
 
 def checked_record(record: object) -> StepRecord:
@@ -182,6 +196,10 @@ def checked_record(record: object) -> StepRecord:
     """
     if not isinstance(record, StepRecord):
         raise ImplementationFailed(f"step returned {shown(record)}: must be a StepRecord")
+    for field, kind in _RECORD_FIELDS.items():
+        value = getattr(record, field)
+        if value is not None or field != "batch":
+            require_answer(value, kind, field)
     return record
 
 
@@ -190,7 +208,7 @@ def _compare_step(
 ) -> None:
     expect_equal(expected.scheduler_output, got.scheduler_output, "scheduler_output", step=step)
     batch = expected.batch
-    expect_equal(batch, got.batch, "batch", step=step, batch=batch)
+    expect_equal(batch, got.batch, "batch", step=step, batch=batch, optional=True)
     if batch is not None and expected.logits is not None:
         logits = float_array(got.logits, expected.logits.shape, "logits")
         for row, request in enumerate(batch.req_ids):

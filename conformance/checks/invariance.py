@@ -15,7 +15,7 @@ scheduler can pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,11 @@ from servespec.conformance.adapters.reference import ReferenceImplementation, ti
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.counting import count_batch, count_outputs, count_schedule
 from servespec.conformance.checks.engine import checked_record, model_of
+from servespec.conformance.checks.foreign import made, require_known
 from servespec.conformance.checks.model import alone_config, most_steps
 from servespec.conformance.checks.numbers import compare_token
 from servespec.conformance.checks.suite import Suite
-from servespec.conformance.verdicts import DivergedError, Divergence, Tally, attempt, directly
+from servespec.conformance.verdicts import DivergedError, Divergence, Tally
 from servespec.conformance.workloads.configurations import blocks_needed
 from servespec.conformance.workloads.engine import request_lists
 from servespec.conformance.workloads.models import dense_models, embedded_models, hybrid_models
@@ -141,7 +142,9 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
         tokens = _serve(engine, variant, tally)
         for request_id, got in tokens.items():
             _compare(case, baselines, request_id, got, f"reference, {variant.name}", tally)
-        candidate = attempt(implementation.make_engine, model, weights, variant.config, case.dtype)
+        candidate = made(
+            "engine", implementation.make_engine, model, weights, variant.config, case.dtype
+        )
         tokens = _serve(candidate, variant)
         for request_id, got in tokens.items():
             _compare(case, baselines, request_id, got, variant.name, tally)
@@ -167,15 +170,14 @@ def _serve(
 
     With a tally the engine is the reference's: counts come from what it decides.
     """
-    call: Callable[..., Any] = attempt if tally is None else directly
     tokens: dict[str, list[int]] = {}
     limit = most_steps(request for wave in variant.waves for request in wave)
     steps = 0
     for wave in variant.waves:
         for request in wave:
-            call(engine.add_request, request)
+            engine.add_request(request)
             tokens[request.request_id] = []
-        while call(engine.has_unfinished_requests):
+        while engine.has_unfinished_requests():
             if steps == limit:
                 waiting = next(r.request_id for r in wave if r.request_id in tokens)
                 raise DivergedError(
@@ -187,8 +189,9 @@ def _serve(
                         request=waiting,
                     )
                 )
-            record = checked_record(call(engine.step))
+            record = checked_record(engine.step())
             steps += 1
+            require_known((output.request_id for output in record.outputs), tokens, "outputs")
             for output in record.outputs:
                 tokens[output.request_id] += output.new_token_ids
             if tally is not None:

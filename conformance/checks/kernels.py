@@ -7,14 +7,17 @@ a bound, every other byte exactly.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hypothesis import strategies as st
 
+from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.operations import attention, gated_delta_net, pointwise
 from servespec.conformance.checks.operations.call import Call
 from servespec.conformance.checks.suite import Suite
+from servespec.conformance.compare import shown
 from servespec.conformance.verdicts import Tally, attempt
 from servespec.conformance.workloads.kernels import OPERATIONS, kernel_cases
 from servespec.conformance.workloads.workload import Workload
@@ -48,7 +51,12 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
     """
     assert case.kernel is not None
     device = getattr(implementation, "kernel_device", "cpu")
-    call = Call(case, attempt(implementation.make_kernels), tally, device)
+    operations = attempt(implementation.make_kernels)
+    if not isinstance(operations, Mapping):
+        raise ImplementationFailed(
+            f"make_kernels returned {shown(operations)}: must be a mapping of operations by name"
+        )
+    call = Call(case, operations, tally, device)
     written = _CHECKS[case.kernel.operation](call)
     call.memory.check(written)
     tally.steps += 1

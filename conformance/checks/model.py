@@ -8,7 +8,7 @@ compared: an engine with another scheduler can pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from servespec.conformance.adapters.reference import ReferenceImplementation, ti
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.counting import count_batch, count_schedule
 from servespec.conformance.checks.engine import checked_record, model_of
+from servespec.conformance.checks.foreign import made, require_known
 from servespec.conformance.checks.numbers import (
     compare_logits,
     compare_token,
@@ -29,7 +30,7 @@ from servespec.conformance.checks.numbers import (
 )
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.compare import shown
-from servespec.conformance.verdicts import DivergedError, Divergence, Tally, attempt, directly
+from servespec.conformance.verdicts import DivergedError, Divergence, Tally
 from servespec.conformance.workloads.driver import PretendWorker
 from servespec.conformance.workloads.engine import engine_cases
 from servespec.conformance.workloads.workload import WorkloadStep
@@ -122,7 +123,7 @@ def check(case: Case, implementation: Any, tally: Tally) -> None:
         engine = ReferenceImplementation().make_engine(model, weights, alone_config(case))
         for row in _rows(engine, case, (WorkloadStep(add=(request,)),)):
             expected[row.request, row.num_tokens] = row
-    candidate = attempt(implementation.make_engine, model, weights, case.config, case.dtype)
+    candidate = made("engine", implementation.make_engine, model, weights, case.config, case.dtype)
     for got in _rows(candidate, case, case.workload.steps, tally):
         wanted = expected.pop((got.request, got.num_tokens), None)
         if wanted is None:
@@ -180,24 +181,28 @@ def _rows(
     """
     model = model_of(case)
     worker = PretendWorker(replace(case.workload, num_token_ids=model.vocab_size), None)
-    call: Callable[..., Any] = directly if tally is None else attempt
     num_tokens: dict[str, int] = {}
     for number in range(most_steps(case.workload.requests) + len(steps)):
         for request in steps[number].add if number < len(steps) else ():
-            call(engine.add_request, request)
+            engine.add_request(request)
             num_tokens[request.request_id] = request.num_prompt_tokens
-        if number >= len(steps) and not call(engine.has_unfinished_requests):
+        if number >= len(steps) and not engine.has_unfinished_requests():
             break
         forced = {name: (worker.token(name, length),) for name, length in num_tokens.items()}
-        record = checked_record(call(engine.step, forced))
+        record = checked_record(engine.step(forced))
         if tally is not None:
             tally.steps += 1
         if record.batch is None:
             continue
+        require_known(record.batch.req_ids, num_tokens, "batch.req_ids")
+        require_known(record.sampled_token_ids, num_tokens, "sampled_token_ids")
         yield from _sampled_rows(record, number, model.vocab_size, num_tokens)
         if tally is not None:
-            count_schedule(tally, record.scheduler_output)
-            count_batch(tally, record.batch)
+            try:
+                count_schedule(tally, record.scheduler_output)
+                count_batch(tally, record.batch)
+            except (LookupError, ValueError) as error:
+                raise ImplementationFailed(f"the record contradicts itself: {error}") from error
         for request_id in record.sampled_token_ids:
             num_tokens[request_id] += 1
 
@@ -212,8 +217,6 @@ def _sampled_rows(
     for row, request_id in enumerate(batch.req_ids):
         if not batch.sampled[row]:
             continue
-        if request_id not in num_tokens:
-            raise ImplementationFailed(f"the batch holds {request_id!r}: no such request")
         yield Row(
             step=number,
             request=request_id,

@@ -125,7 +125,9 @@ def compare_token(
     ImplementationFailed
         If `got` is no token.
     """
-    if not isinstance(got, int | np.integer) or not 0 <= got < model.vocab_size:
+    if not isinstance(got, int | np.integer) or isinstance(got, bool):
+        raise ImplementationFailed(f"a token of request {request} is {shown(got)}: must be an int")
+    if not 0 <= got < model.vocab_size:
         raise ImplementationFailed(
             f"a token of request {request} is {shown(got)}:"
             f" must be in [0, vocab_size = {model.vocab_size})"

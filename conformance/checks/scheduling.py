@@ -13,14 +13,14 @@ from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.adapters.reference import ReferenceImplementation
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.counting import count_outputs, count_schedule
+from servespec.conformance.checks.foreign import made
 from servespec.conformance.checks.suite import Suite
-from servespec.conformance.compare import expect_equal, shown
+from servespec.conformance.compare import expect_equal, plainly_equal, shown
 from servespec.conformance.verdicts import (
     DivergedError,
     Divergence,
     ExpectedStep,
     Tally,
-    attempt,
 )
 from servespec.conformance.workloads.driver import DrivenStep, drive
 from servespec.conformance.workloads.scheduling import scheduler_cases
@@ -49,7 +49,7 @@ class Lockstep:
     Parameters
     ----------
     expected, got : SchedulerUnderTest
-        The first decides what the caller sees.
+        The first decides what the caller sees; the second is one that `made` returned.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Lockstep:
     def add_request(self, request: Request) -> None:
         """Queue a request."""
         self._expected.add_request(request)
-        attempt(self._got.add_request, request)
+        self._got.add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """Plan one step and compare the plans."""
@@ -77,7 +77,7 @@ class Lockstep:
             expected = self._expected.schedule(throttle_prefills)
         except SchedulerDiedError as death:
             self._expect_death(throttle_prefills, death)
-        got = attempt(self._got.schedule, throttle_prefills)
+        got = self._got.schedule(throttle_prefills)
         self._compare(expected, got, "scheduler_output")
         self.before = self.after_update
         self.after_schedule = self.after_update = self._compare_snapshots("schedule")
@@ -94,7 +94,7 @@ class Lockstep:
         while ours is not output:
             ours, theirs = self._in_flight.popleft()
         expected = self._expected.update_from_output(ours, sampled)
-        got = attempt(self._got.update_from_output, theirs, sampled)
+        got = self._got.update_from_output(theirs, sampled)
         self._compare(expected, got, "outputs", self.step - 1)
         self.after_update = self._compare_snapshots("update_from_output", self.step - 1)
         return expected
@@ -102,23 +102,23 @@ class Lockstep:
     def update_draft_token_ids(self, drafts: Mapping[str, tuple[int, ...]]) -> None:
         """Take in drafts."""
         self._expected.update_draft_token_ids(drafts)
-        attempt(self._got.update_draft_token_ids, drafts)
+        self._got.update_draft_token_ids(drafts)
 
     def finish_requests(self, request_ids: tuple[str, ...], status: RequestStatus) -> None:
         """End requests from outside."""
         self._expected.finish_requests(request_ids, status)
-        attempt(self._got.finish_requests, request_ids, status)
+        self._got.finish_requests(request_ids, status)
         self.after_update = self._compare_snapshots("finish_requests")
 
     def set_pause_state(self, state: PauseState) -> None:
         """Stop or resume."""
         self._expected.set_pause_state(state)
-        attempt(self._got.set_pause_state, state)
+        self._got.set_pause_state(state)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all prefix hashes."""
         expected = self._expected.reset_prefix_cache(reset_running_requests)
-        got = attempt(self._got.reset_prefix_cache, reset_running_requests)
+        got = self._got.reset_prefix_cache(reset_running_requests)
         self._compare(expected, got, "reset_prefix_cache")
         self.after_update = self._compare_snapshots("reset_prefix_cache")
         return expected
@@ -126,7 +126,7 @@ class Lockstep:
     def _expect_death(self, throttle_prefills: bool, death: SchedulerDiedError) -> NoReturn:
         """End the case where what is reproduced ends too; whoever lives on has diverged."""
         try:
-            got = attempt(self._got.schedule, throttle_prefills)
+            got = self._got.schedule(throttle_prefills)
         except ImplementationFailed:
             raise _EndOfCaseError from death
         raise DivergedError(
@@ -140,20 +140,16 @@ class Lockstep:
 
     def _compare_snapshots(self, call: str, step: int | None = None) -> SchedulerSnapshot:
         expected = self._expected.snapshot()
-        got = attempt(self._got.snapshot)
+        got = self._got.snapshot()
         self._compare(expected, got, f"snapshot after {call}", step)
         return expected
 
     def _compare(self, expected: object, got: object, field: str, step: int | None = None) -> None:
         # Equality is cheap and nearly always holds; only the order of a mapping escapes it.
-        if (
-            type(expected) is type(got)
-            and expected == got
-            and not (
-                isinstance(expected, SchedulerOutput)
-                and isinstance(got, SchedulerOutput)
-                and list(expected.num_scheduled_tokens) != list(got.num_scheduled_tokens)
-            )
+        if plainly_equal(expected, got) and not (
+            isinstance(expected, SchedulerOutput)
+            and isinstance(got, SchedulerOutput)
+            and list(expected.num_scheduled_tokens) != list(got.num_scheduled_tokens)
         ):
             return
         expect_equal(expected, got, field, step=self.step if step is None else step)
@@ -234,7 +230,9 @@ def compare(
         If `got` fails.
     """
     configs = (config.scheduler, config.cache, config.speculative)
-    lockstep = Lockstep(expected.make_scheduler(*configs), attempt(got.make_scheduler, *configs))
+    lockstep = Lockstep(
+        expected.make_scheduler(*configs), made("scheduler", got.make_scheduler, *configs)
+    )
     with suppress(_EndOfCaseError):
         for driven in drive(lockstep, workload, config):
             count(driven, lockstep, tally)

@@ -1,5 +1,6 @@
 """The comparison itself: what it finds, where, and what it calls rubbish."""
 
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,9 @@ from servespec.conformance.verdicts import DivergedError, attempt
 from servespec.reference.contracts import (
     AttentionState,
     BatchRecord,
+    CachedRequestData,
+    NewRequestData,
+    SamplingParams,
     SchedulerOutput,
     SchedulerSnapshot,
 )
@@ -59,8 +63,127 @@ def test_enums_are_named() -> None:
 
 def test_a_length_is_a_difference() -> None:
     assert difference(BATCH, replace(BATCH, token_ids=(7, 1, 2))) == (
-        "token_ids: (7, 1, 2, 3) / (7, 1, 2)"
+        "token_ids[3]: 3 (length 4) / nothing (length 3)"
     )
+    assert difference(BATCH, replace(BATCH, token_ids=(7, 1, 2, 3, 4))) == (
+        "token_ids[4]: nothing (length 4) / 4 (length 5)"
+    )
+    assert difference(BATCH, replace(BATCH, token_ids=(7, 1, 3))) == (
+        "token_ids[2]: 2 (length 4) / 3 (length 3)"
+    )
+
+
+def test_long_values_that_differ_late_do_not_look_alike() -> None:
+    tokens = tuple(range(100))
+    assert difference(tokens, tokens[:-1]) == "[99]: 99 (length 100) / nothing (length 99)"
+    names = dict.fromkeys([f"r{n:02}" for n in range(30)], 1)
+    swapped = dict.fromkeys([*list(names)[:28], "r29", "r28"], 1)
+    assert difference(
+        SchedulerOutput(num_scheduled_tokens=names), SchedulerOutput(num_scheduled_tokens=swapped)
+    ) == ("num_scheduled_tokens.order[28]: 'r28' / 'r29'")
+    text = "x" * 200
+    assert difference(text + "a" + text, text + "b" + text) == (
+        f": 'a{'x' * 39}' from character 200 / 'b{'x' * 39}' from character 200"
+    )
+    assert difference(10**60 + 10**30, 10**60) == f": {10**60 + 10**30} / {10**60}"
+
+
+@pytest.mark.parametrize(
+    ("expected", "got", "text"),
+    [
+        ({9, 10, 1}, {1}, ": with {9, 10} (3 in all) / without {9, 10} (1 in all)"),
+        (set(), {7}, ": without {7} (0 in all) / with {7} (1 in all)"),
+        (
+            {1, 2},
+            frozenset({2, 30, 4}),
+            ": with {1} and without {4, 30} (2 in all) / without {1} and with {4, 30} (3 in all)",
+        ),
+        (
+            set(range(100)),
+            set(),
+            ": with {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 88 more} (100 in all)"
+            " / without {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 88 more} (0 in all)",
+        ),
+        ({"b"}, {"a"}, ": with {'b'} and without {'a'} (1 in all)"
+         " / without {'b'} and with {'a'} (1 in all)"),
+    ],
+)  # fmt: skip
+def test_of_sets_only_what_differs_is_shown_in_order(
+    expected: set[object], got: set[object], text: str
+) -> None:
+    assert difference(expected, got) == text
+
+
+def test_an_empty_set_is_shown_as_one() -> None:
+    assert shown(set()) == "set()"
+
+
+PLAN = SchedulerOutput(
+    num_scheduled_tokens={"a": 1, "b": 1, "c": 1},
+    scheduled_new_reqs=(
+        NewRequestData(
+            req_id="c",
+            prompt_token_ids=(1, 2),
+            sampling_params=SamplingParams(),
+            block_ids=((4,),),
+            num_computed_tokens=0,
+        ),
+    ),
+    scheduled_cached_reqs=CachedRequestData(
+        req_ids=("a", "b"),
+        new_block_ids=(None, ((7,),)),
+        num_computed_tokens=(4, 5),
+        num_output_tokens=(1, 1),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("got", "field", "request_id"),
+    [
+        (
+            replace(PLAN, scheduled_cached_reqs=replace(
+                PLAN.scheduled_cached_reqs, new_block_ids=(None, ((8,),)))),
+            "scheduled_cached_reqs.new_block_ids[1][0][0]", "b",
+        ),
+        (
+            replace(PLAN, scheduled_cached_reqs=replace(
+                PLAN.scheduled_cached_reqs, num_computed_tokens=(3, 5))),
+            "scheduled_cached_reqs.num_computed_tokens[0]", "a",
+        ),
+        (
+            replace(PLAN, scheduled_new_reqs=(
+                replace(PLAN.scheduled_new_reqs[0], block_ids=((4, 5),)),)),
+            "scheduled_new_reqs[0].block_ids[0][1]", "c",
+        ),
+        (replace(PLAN, scheduled_new_reqs=()), "scheduled_new_reqs[0]", "c"),
+    ],
+)  # fmt: skip
+def test_rows_of_a_plan_name_their_request(
+    got: SchedulerOutput, field: str, request_id: str
+) -> None:
+    found = first_difference(PLAN, got)
+    assert found is not None
+    assert (found.field, found.request) == (field, request_id)
+
+
+def test_nothing_is_no_answer_unless_it_may_be() -> None:
+    with pytest.raises(ImplementationFailed, match="plan is None: must be of type SchedulerOutput"):
+        expect_equal(PLAN, None, "plan")
+    with pytest.raises(DivergedError):
+        expect_equal(PLAN, None, "plan", optional=True)
+
+
+def test_a_value_that_raises_when_compared_is_rubbish() -> None:
+    class Unequal(int):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            raise RuntimeError("no opinion")
+
+    got = replace(PLAN, total_num_scheduled_tokens=Unequal())
+    with pytest.raises(ImplementationFailed, match="comparing plan raised RuntimeError: no opin"):
+        expect_equal(PLAN, got, "plan")
 
 
 def test_none_is_a_difference_both_ways() -> None:
@@ -148,8 +271,29 @@ def test_whatever_an_implementation_raises_is_its_failure() -> None:
         raise SystemExit(3)
         yield 0
 
-    for wrong in (lambda: 1 / 0, lambda: next(generator()), lambda: [][1]):
+    class SilentError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def silent() -> None:
+        raise SilentError
+
+    for wrong in (silent, lambda: 1 / 0, lambda: next(generator()), lambda: [][1]):
         with pytest.raises(ImplementationFailed) as caught:
             attempt(wrong)
         assert "raised" in str(caught.value)
         assert caught.value.lines
+
+
+def test_an_interrupt_is_a_person_or_where_none_can_be_the_implementation() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt(interrupt)
+    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        with pytest.raises(ImplementationFailed, match="interrupt raised KeyboardInterrupt"):
+            attempt(interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
