@@ -11,11 +11,12 @@ import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.adapters.failure import ImplementationFailed, printable
 from servespec.reference.contracts import (
     BatchRecord,
     EngineCoreOutput,
@@ -90,6 +91,16 @@ class Divergence:
         """`field` without subscripts: the same for every element of a sequence or mapping."""
         return self.field.partition("[")[0]
 
+    def printable(self) -> Divergence:
+        """Return it with texts that any terminal and any file can take."""
+        return replace(
+            self,
+            field=printable(self.field),
+            expected=printable(self.expected),
+            got=printable(self.got),
+            request=None if self.request is None else printable(self.request),
+        )
+
     def __str__(self) -> str:
         where = [] if self.step is None else [f"step {self.step}"]
         where += [] if self.request is None else [f"request {self.request}"]
@@ -156,7 +167,8 @@ def attempt(function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> 
         name = getattr(function, "__name__", type(function).__name__)
         text = _message(error).splitlines()
         what = f"{name} raised {type(error).__name__}" + (f": {text[0]}" if text else "")
-        raise ImplementationFailed(what, _end_of_traceback()) from error
+        within = error.__traceback__ and error.__traceback__.tb_next
+        raise ImplementationFailed(what, _end_of_traceback(error, within)) from error
 
 
 def _interruptible() -> bool:
@@ -172,8 +184,9 @@ def _message(error: BaseException) -> str:
         return ""
 
 
-def _end_of_traceback() -> tuple[str, ...]:
-    return tuple(traceback.format_exc().rstrip().splitlines()[-_LAST_LINES:])
+def _end_of_traceback(error: BaseException, start: TracebackType | None) -> tuple[str, ...]:
+    text = "".join(traceback.format_exception(type(error), error, start))
+    return tuple(text.rstrip().splitlines()[-_LAST_LINES:])
 
 
 @dataclass(slots=True)
@@ -292,13 +305,15 @@ def run_check(
         last_lines = error.lines
         divergence = failure(error.reason, tally.steps)
     except Exception as error:  # of the reference or the check itself: no implementation's fault
-        last_lines = _end_of_traceback()
+        last_lines = _end_of_traceback(error, error.__traceback__)
         divergence = Divergence(
             field=CHECK_FIELD,
             expected="a case that the reference can run",
             got=f"{type(error).__name__}: {error}",
             step=tally.steps,
         )
+    if divergence is not None:
+        divergence = divergence.printable()
     keep = keep_expected or divergence is not None
     return CaseResult(
         steps=tally.steps,

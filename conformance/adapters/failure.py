@@ -4,7 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["CallFailed", "ImplementationFailed"]
+__all__ = ["CallFailed", "ImplementationFailed", "printable"]
+
+_LONGEST = 400
+
+
+def printable(text: str, most: int = _LONGEST) -> str:
+    """Return a text of an implementation's as one that any terminal and any file can take.
+
+    Parameters
+    ----------
+    text : str
+    most : int
+        Characters after which it is cut.
+
+    Returns
+    -------
+    str
+        With control characters and lone surrogates as escapes.
+    """
+    if len(text) > most:
+        text = f"{text[:most]}..."
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class ImplementationFailed(RuntimeError):  # noqa: N818 - a verdict, named as reports print it
@@ -13,15 +34,15 @@ class ImplementationFailed(RuntimeError):  # noqa: N818 - a verdict, named as re
     Parameters
     ----------
     reason : str
-        What happened, in one line.
+        What happened, in one line; kept as `printable` makes it, and so are the lines.
     lines : iterable of str
         The last lines it wrote, or the end of its traceback.
     """
 
     def __init__(self, reason: str, lines: Iterable[str] = ()) -> None:
         super().__init__(reason)
-        self.reason = reason
-        self.lines = tuple(lines)
+        self.reason = printable(reason)
+        self.lines = tuple(map(printable, lines))
 
     def __str__(self) -> str:
         if not self.lines:

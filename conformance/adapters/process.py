@@ -46,6 +46,12 @@ _CHUNK = 1 << 16
 _LAST_LINES = 20
 _LAST_LINE_WIDTH = 400
 
+_ENDING_SECONDS = 0.25
+"""Between the end of its output and its own, a process that ends takes less."""
+
+_LINGERING_SECONDS = 2.0
+"""For one that closed its output to end by itself."""
+
 
 class LineProcess:
     """A child process that answers every line with one line.
@@ -109,6 +115,11 @@ class LineProcess:
         """Whether the process can still be asked."""
         return self._process.poll() is None
 
+    @property
+    def ending(self) -> str:
+        """How it ended, if it did."""
+        return _ending(self._process.returncode)
+
     def exchange(self, line: bytes, timeout: float | None = None) -> bytes:
         """Send a line and return the next one, without its newline.
 
@@ -153,25 +164,32 @@ class LineProcess:
                 elif key.fd == self._stderr:
                     self._keep_last_lines()
                 elif not self._receive():
-                    raise self.failed("ended")
+                    raise self._ended()
 
     def failed(self, reason: str) -> ImplementationFailed:
         """End the process and return the exception that says why."""
         unread = bytes(self._received[:_LAST_LINE_WIDTH])
         self.close(patience=0.2)
-        code = self._process.returncode
-        if reason == "ended":
-            if code is not None and code < 0:
-                with contextlib.suppress(ValueError):
-                    reason = f"was ended by {signal.Signals(-code).name}"
-            else:
-                reason = f"ended with exit status {code}"
         lines = list(self._lines)
         if self._partial:
             lines.append(_printable(self._partial))
         if unread:
             lines.append(f"(standard output) {_printable(unread)}")
         return ImplementationFailed(f"the process {reason}", lines[-_LAST_LINES:])
+
+    def _ended(self) -> ImplementationFailed:
+        """Return the exception for a process whose output has ended."""
+        reasons = []
+        if not self._ends_within(_ENDING_SECONDS):
+            reasons.append("closed its standard output")
+        if self._ends_within(_LINGERING_SECONDS):
+            reasons.append(self.ending)
+        return self.failed(" and ".join(reasons))
+
+    def _ends_within(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
 
     def kill(self) -> None:
         """End the process at once; an `exchange` that another thread waits in then fails."""
@@ -222,6 +240,13 @@ class LineProcess:
             *whole, self._partial = (self._partial + chunk).split(b"\n")
             self._partial = self._partial[-_LAST_LINE_WIDTH:]
             self._lines.extend(_printable(line) for line in whole)
+
+
+def _ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"was ended by {signal.Signals(-code).name}"
+    return f"ended with exit status {code}"
 
 
 def _printable(line: bytes) -> str:
@@ -317,7 +342,6 @@ class ProcessScheduler(RemoteScheduler[SchedulerSnapshot]):
     ) -> None:
         opening = protocol.Open(scheduler, cache, speculative)
         super().__init__(process, handle, opening, protocol.Snapshot(), SchedulerSnapshot)
-        self._num_groups = len(cache.groups)
         self._known: set[str] = set()
         self._steps = itertools.count()
         self._outputs: deque[tuple[int, SchedulerOutput]] = deque()
@@ -411,7 +435,7 @@ def exchange(
         If the answer is not a reply to this line. The process has ended then.
     """
     if not process.alive:
-        raise process.failed("ended")
+        raise process.failed(process.ending)
     line = protocol.Line(id=next(_LINE_IDS), handle=handle, calls=tuple(calls))
     answer = process.exchange(protocol.encode(line), timeout)
     try:

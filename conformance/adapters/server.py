@@ -90,8 +90,10 @@ class _Server:
         for index, call in enumerate(line.calls):
             try:
                 results.append(msgspec.Raw(msgspec.json.encode(self._call(line.handle, call))))
-            except Exception as error:
+            except BaseException as error:  # one call must not end the other schedulers
+                # A lone surrogate in the text could not be sent.
                 trace = traceback.format_exc(limit=-3).strip()
+                trace = trace.encode("utf-8", "backslashreplace").decode()
                 failure = protocol.CallError(call=index, type=type(error).__name__, message=trace)
                 break
         return protocol.Reply(id=line.id, results=tuple(results), error=failure)

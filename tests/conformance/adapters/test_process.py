@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import servespec
-from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.adapters.failure import CallFailed, ImplementationFailed
 from servespec.conformance.adapters.process import ProcessImplementation
 from servespec.conformance.adapters.reference import ReferenceImplementation
 from servespec.conformance.checks.scheduling import compare
@@ -83,7 +83,12 @@ def schedule(implementation: ProcessImplementation) -> SchedulerOutput:
             "the pool is gone",
         ),
         ("os.kill(os.getpid(), 9)", "the process was ended by SIGKILL", None),
-        ("os.close(1); time.sleep(60)", "the process was ended by SIGKILL", None),
+        ("os.close(1); time.sleep(60)", "the process closed its standard output", None),
+        (
+            "os.close(1); time.sleep(1); os._exit(4)",
+            "the process closed its standard output and ended with exit status 4",
+            None,
+        ),
         ("print('hello?', flush=True)", "sent a line that is no reply", None),
         ("sys.stdout.buffer.write(b'\\xff\\xfe\\n'); sys.stdout.flush()", "is no reply", None),
         ("print('[' * 100000, flush=True)", "sent a line that is no reply", None),
@@ -207,8 +212,8 @@ def test_a_step_that_is_not_in_flight_is_refused(
         scheduler.update_from_output(output, {"r0": (4,)})
 
 
-def served_reference() -> ProcessImplementation:
-    script = """
+def served_reference(before: str = "pass") -> ProcessImplementation:
+    script = f"""
     import sys, types
     package = types.ModuleType("servespec")
     package.__path__ = sys.argv[1:]
@@ -218,6 +223,7 @@ def served_reference() -> ProcessImplementation:
     class Chatty(ReferenceImplementation):
         def make_scheduler(self, *configs):
             print("this goes to standard error", flush=True)
+            {before}
             return super().make_scheduler(*configs)
     serve(Chatty(), version="1.0")
     """
@@ -236,6 +242,31 @@ def test_a_served_scheduler_is_the_scheduler_itself() -> None:
     print(tally.steps, dict(counts))
     for happened in ("preemptions", "aborts", "resets", "pauses", "drafts", "block_copies"):
         assert counts[happened] > 0, happened
+
+
+@pytest.mark.parametrize(
+    ("raises", "type_", "text"),
+    [
+        ("RuntimeError('bad ' + chr(0xdcff))", "RuntimeError", r"bad \udcff"),
+        ("KeyboardInterrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
+        ("SystemExit(3)", "SystemExit", "SystemExit: 3"),
+    ],
+)
+def test_a_served_scheduler_may_raise_anything(raises: str, type_: str, text: str) -> None:
+    with served_reference(f"raise {raises}") as implementation:
+        with pytest.raises(CallFailed) as caught:
+            implementation.make_scheduler(SCHEDULER, CACHE)
+        assert caught.value.reason == f"open raised {type_}"
+        assert text in caught.value.lines[-1]
+        with pytest.raises(CallFailed):
+            implementation.make_scheduler(SCHEDULER, CACHE)
+
+
+def test_texts_of_failures_are_printable_and_short() -> None:
+    failed = ImplementationFailed("red \x1b[31m \udcff" + "x" * 1000, ["a\x00", "é"])
+    assert failed.reason.startswith(r"red \x1b[31m \udcffxxx")
+    assert len(failed.reason) < 450
+    assert failed.lines == (r"a\x00", "é")
 
 
 def test_schedulers_of_one_process_are_independent_and_are_forgotten() -> None:
