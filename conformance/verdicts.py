@@ -231,6 +231,8 @@ class CaseResult:
         The end of the implementation's traceback or output, if it failed.
     expected : tuple of ExpectedStep
         What the reference did up to the divergence; kept only if there is one or on request.
+    expected_left_out : int
+        Later steps of it that are too large to keep.
     """
 
     steps: int = 0
@@ -241,6 +243,7 @@ class CaseResult:
     divergence: Divergence | None = None
     last_lines: tuple[str, ...] = ()
     expected: tuple[ExpectedStep, ...] = ()
+    expected_left_out: int = 0
 
     @property
     def equal(self) -> int:

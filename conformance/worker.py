@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import sys
 import threading
 import time
@@ -16,12 +17,17 @@ from typing import BinaryIO
 
 import msgspec
 
+from servespec.conformance.adapters.failure import printable
 from servespec.conformance.adapters.loading import LoadingError, load, offers
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.registry import suite
-from servespec.conformance.verdicts import run_check
+from servespec.conformance.verdicts import CaseResult, run_check
 
-__all__ = ["Hello", "Job", "main"]
+__all__ = ["Hello", "Job", "main", "within_limit"]
+
+MAX_EXPECTED_BYTES = 4 * 2**20
+"""Of the reference's steps in a result. Indented in a case file they may take six times as much,
+and a case file may have 32 MiB."""
 
 
 class Hello(msgspec.Struct, frozen=True):
@@ -64,6 +70,8 @@ def main(name: str, python: str | None = None, root: str | None = None) -> None:
     name, python, root : str
         As for `servespec.conformance.adapters.loading.load`.
     """
+    # A person's interrupt goes to the parent, so that one raised here is an implementation's own.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     # What an implementation prints must not reach the lines of the protocol.
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)
@@ -71,11 +79,13 @@ def main(name: str, python: str | None = None, root: str | None = None) -> None:
         sys.stdin.buffer.readline()
         try:
             implementation = load(name, python, root)
-            hello = Hello(str(getattr(implementation, "name", name)), offers(implementation))
+            called = printable(str(getattr(implementation, "name", name)))
+            hello = Hello(called, offers(implementation))
         except LoadingError as error:
-            hello = Hello(error=str(error))
+            hello = Hello(error=printable(str(error), 2000))
         except Exception as error:  # a built-in one that lacks a dependency
-            hello = Hello(error=f"cannot load {name!r}: {type(error).__name__}: {error}")
+            text = printable(f"{type(error).__name__}: {error}")
+            hello = Hello(error=f"cannot load {name!r}: {text}")
         _answer(answers, hello)
         if hello.error is not None:
             return
@@ -85,7 +95,30 @@ def main(name: str, python: str | None = None, root: str | None = None) -> None:
             check = suite(job.case.suite).check
             result = run_check(check, job.case, implementation, keep_expected=job.keep_expected)
             seconds = time.perf_counter() - start
-            _answer(answers, dataclasses.replace(result, seconds=seconds))
+            _answer(answers, within_limit(dataclasses.replace(result, seconds=seconds)))
+
+
+def within_limit(result: CaseResult) -> CaseResult:
+    """Return a result that fits a line between processes and, if it is kept, a case file.
+
+    Parameters
+    ----------
+    result : CaseResult
+
+    Returns
+    -------
+    CaseResult
+        With the first of its steps that fit, and the number of those left out.
+    """
+    size = 0
+    for kept, step in enumerate(result.expected):
+        size += len(msgspec.json.encode(step))
+        if size > MAX_EXPECTED_BYTES:
+            left_out = len(result.expected) - kept
+            return dataclasses.replace(
+                result, expected=result.expected[:kept], expected_left_out=left_out
+            )
+    return result
 
 
 def _answer(file: BinaryIO, message: object) -> None:

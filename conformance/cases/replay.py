@@ -79,6 +79,8 @@ def replay(
             f"the reference has changed: {difference.field} was {difference.expected},"
             f" is {difference.got}"
         )
+    if result.expected_left_out:
+        notes.append(f"the reference's steps from {len(result.expected)} on are too large to keep")
     return Replay(suite=content.case.suite, implementation=name, result=result, notes=tuple(notes))
 
 
