@@ -18,7 +18,7 @@ from typing import BinaryIO
 import msgspec
 
 from servespec.conformance.adapters.failure import printable
-from servespec.conformance.adapters.loading import LoadingError, load, offers
+from servespec.conformance.adapters.loading import LoadingError, load, offers, start
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.registry import suite
 from servespec.conformance.verdicts import CaseResult, run_check
@@ -79,6 +79,7 @@ def main(name: str, python: str | None = None, root: str | None = None) -> None:
         sys.stdin.buffer.readline()
         try:
             implementation = load(name, python, root)
+            start(implementation, name)
             called = printable(str(getattr(implementation, "name", name)))
             hello = Hello(called, offers(implementation))
         except LoadingError as error:
@@ -91,10 +92,10 @@ def main(name: str, python: str | None = None, root: str | None = None) -> None:
             return
         for line in sys.stdin.buffer:
             job = msgspec.json.decode(line, type=Job)
-            start = time.perf_counter()
+            began = time.perf_counter()
             check = suite(job.case.suite).check
             result = run_check(check, job.case, implementation, keep_expected=job.keep_expected)
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - began
             _answer(answers, within_limit(dataclasses.replace(result, seconds=seconds)))
 
 

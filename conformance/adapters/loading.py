@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
 from servespec.conformance.adapters.failure import ImplementationFailed
-from servespec.conformance.adapters.process import ProcessImplementation
+from servespec.conformance.adapters.process import Peer, ProcessImplementation
 from servespec.conformance.adapters.v0_process import V0ProcessImplementation
 from servespec.conformance.verdicts import attempt
 
-__all__ = ["BUILT_IN", "FACTORIES", "LoadingError", "load", "load_vllm", "load_vllm_v0", "offers"]
+__all__ = [
+    "BUILT_IN",
+    "COMMANDS",
+    "FACTORIES",
+    "LoadingError",
+    "load",
+    "load_vllm",
+    "load_vllm_v0",
+    "offers",
+    "start",
+]
 
 BUILT_IN = {
     "fast": "the fast path of this package: torch, and kernels where they win",
@@ -20,6 +32,12 @@ BUILT_IN = {
     "vllm-v0": "the V0 scheduler of vLLM 0.5.1 (--python PATH --root FOLDER of the unpacked wheel)",
 }
 """Implementations known by name, and what they are."""
+
+COMMANDS: dict[str, type[ProcessImplementation] | type[V0ProcessImplementation]] = {
+    "process": ProcessImplementation,
+    "process-v0": V0ProcessImplementation,
+}
+"""What a program that speaks the line protocol is named by, before a colon and its command."""
 
 FACTORIES = (
     "make_scheduler",
@@ -42,8 +60,9 @@ def load(name: str, python: str | None = None, root: str | None = None) -> objec
     Parameters
     ----------
     name : str
-        A key of `BUILT_IN`, or ``package.module:object``, imported with the working directory on
-        the path. A class is called without arguments.
+        A key of `BUILT_IN`; or ``package.module:object``, imported with the working directory on
+        the path (a class is called without arguments); or a key of `COMMANDS`, a colon and the
+        command of a program, words quoted as in a shell.
     python : str, optional
         Interpreter of the environment that ``vllm`` or ``vllm-v0`` lives in.
     root : str, optional
@@ -77,7 +96,22 @@ def load(name: str, python: str | None = None, root: str | None = None) -> objec
                 " and msgspec, and --root, the folder of the unpacked wheel of vLLM 0.5.1"
             )
         return load_vllm_v0(python, root)
+    prefix, colon, command = name.partition(":")
+    if colon and prefix in COMMANDS:
+        return COMMANDS[prefix](_words(name, command))
     return _import(name)
+
+
+def _words(name: str, command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise LoadingError(f"--impl {name}: {error}") from error
+    if not words:
+        raise LoadingError(f"--impl {name}: no program")
+    if shutil.which(words[0]) is None:
+        raise LoadingError(f"--impl {name}: no program {words[0]!r}")
+    return words
 
 
 def load_vllm(python: str) -> ProcessImplementation:
@@ -124,6 +158,28 @@ def load_vllm_v0(python: str, root: str) -> V0ProcessImplementation:
     return vllm_v0_implementation(python, root)
 
 
+def start(implementation: object, name: str) -> None:
+    """Start the program of an implementation that has one, which else starts when first needed.
+
+    Parameters
+    ----------
+    implementation : object
+    name : str
+        As for `load`.
+
+    Raises
+    ------
+    LoadingError
+        If it does not start or does not speak the line protocol.
+    """
+    if isinstance(implementation, Peer):
+        try:
+            implementation.start()
+        except ImplementationFailed as error:
+            last = f": {error.lines[-1].strip()}" if error.lines else ""
+            raise LoadingError(f"cannot start --impl {name}: {error.reason}{last}") from error
+
+
 def offers(implementation: object) -> tuple[str, ...]:
     """Return the factories an implementation has."""
     return tuple(f for f in FACTORIES if callable(getattr(implementation, f, None)))
@@ -133,7 +189,9 @@ def _import(name: str) -> object:
     module_name, colon, path = name.partition(":")
     if not (module_name and colon and path):
         known = ", ".join(BUILT_IN)
-        raise LoadingError(f"unknown implementation {name!r}: give {known} or module:object")
+        raise LoadingError(
+            f"unknown implementation {name!r}: give {known}, module:object or 'process:COMMAND'"
+        )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:

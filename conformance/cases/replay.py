@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from servespec.conformance.adapters.loading import COMMANDS
 from servespec.conformance.cases import files
 from servespec.conformance.cases.case import SPEC_VERSION, CaseFile
 from servespec.conformance.cases.files import CaseError
@@ -66,7 +67,7 @@ def replay(
     """
     content = files.read(path)
     name = implementation or content.implementation
-    with _pool(path, content, name, python, root, time_limit) as pool:
+    with _pool(path, content, implementation, python, root, time_limit) as pool:
         result = pool.run(content.case, keep_expected=True)
     _require_runnable(path, result)
     notes = []
@@ -119,7 +120,7 @@ def shrink_file(
     """
     content = files.read(path)
     name = implementation or content.implementation
-    with _pool(path, content, name, python, root, time_limit) as pool:
+    with _pool(path, content, implementation, python, root, time_limit) as pool:
         result = pool.run(content.case)
         _require_runnable(path, result)
         if result.divergence is None:
@@ -144,11 +145,17 @@ def shrink_file(
 def _pool(
     path: Path,
     content: CaseFile,
-    name: str,
+    implementation: str | None,
     python: str | None,
     root: str | None,
     time_limit: float,
 ) -> WorkerPool:
+    if implementation is None and content.implementation.partition(":")[0] in COMMANDS:
+        # A file from outside must not choose a program to run.
+        raise CaseError(
+            f"case file {path}: it names a command, {content.implementation!r}: give it as --impl"
+        )
+    name = implementation or content.implementation
     try:
         needs = suite(content.case.suite).needs
     except ValueError as error:
