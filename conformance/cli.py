@@ -1,12 +1,15 @@
 """The command ``servespec``.
 
 Exit status: 0 all agreed, 1 a divergence was found, 2 the call or its input was wrong (one line
-that says what, where, and how to mend it).
+that says what, where, and how to mend it), 130 interrupted from the keyboard.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import shlex
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -14,25 +17,65 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 
-from servespec.conformance.output import require_writable, write_atomically
+from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.output import OutputError, require_writable, write_atomically
+from servespec.conformance.report.console import make_console
+from servespec.conformance.threads import ONE_THREAD
 
 __all__ = ["main"]
 
 _PATH = click.Path(path_type=Path)
+_LONGEST = 1e6
+_INTERRUPTED = 130
 
 
 class _Commands(click.Group):
-    """Turns an error in the input into one line and exit status 2."""
+    """Turns an error in the input into one line and exit status 2, an interrupt into 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("servespec: interrupted", err=True)
+            raise SystemExit(_INTERRUPTED) from None
+        except click.UsageError as error:
+            path = error.ctx.command_path if error.ctx else ctx.command_path
+            text = f"{error.format_message().rstrip('.')} (see {path} --help)"
+            problem: Exception = error
+        except ImplementationFailed as error:
+            last = f": {error.lines[-1]}" if error.lines else ""
+            text, problem = f"{error.reason}{last}", error
+        except MemoryError as error:
+            text, problem = f"not enough memory: {error}".removesuffix(": "), error
         except (ValueError, KeyError, OSError) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            click.echo(f"servespec: {text}", err=True)
-            raise SystemExit(2) from error
+            text, problem = str(error) or type(error).__name__, error
+        click.echo(f"servespec: {' '.join(text.split())}", err=True)
+        raise SystemExit(2) from problem
+
+
+class _Seconds(click.FloatRange):
+    """A number of seconds that one can wait for: finite, and no longer than any clock counts."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if math.isnan(seconds):
+            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
+        return seconds
+
+
+_TIME_LIMIT = _Seconds(min=0, min_open=True, max=_LONGEST)
+_SPAN = _Seconds(min=0, max=_LONGEST)
+_COUNT = click.IntRange(min=1)
+
+
+def _interpreter(_: click.Context, __: click.Parameter, python: str | None) -> str | None:
+    """Find an interpreter that is given by name on the search path."""
+    return python and (shutil.which(python) or python)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -50,16 +93,55 @@ def _implementation_options(command: Any) -> Any:
         "--root", type=str, help="Folder of the unpacked wheel that vllm-v0 runs."
     )(command)
     command = click.option(
-        "--python", type=str, help="Interpreter of the environment that vllm or vllm-v0 lives in."
+        "--python",
+        callback=_interpreter,
+        help="Interpreter of the environment that vllm or vllm-v0 lives in.",
     )(command)
     return click.option(
-        "--time-limit", default=60.0, show_default=True, help="Seconds a case may take."
+        "--time-limit",
+        type=_TIME_LIMIT,
+        default=60.0,
+        show_default=True,
+        help="Seconds a case may take.",
     )(command)
+
+
+def _vllm_options(command: Any) -> Any:
+    return click.option(
+        "--python",
+        required=True,
+        callback=_interpreter,
+        help="Interpreter of the environment that has vLLM.",
+    )(command)
+
+
+def _replay_options(impl: str, python: str | None, root: str | None) -> str:
+    """Return what the printed command must add to a case file, which names the rest."""
+    given = [("--impl", impl if impl.startswith("process") else None), ("--python", python)]
+    return shlex.join(w for o, v in [*given, ("--root", root)] if v is not None for w in (o, v))
+
+
+def _write_report(file: Path | None, content: bytes) -> bool:
+    """Write a report; where that fails, say so and go on to the next one."""
+    if file is None:
+        return True
+    try:
+        write_atomically(file, content)
+    except OutputError as error:
+        click.echo(f"servespec: {error}", err=True)
+        return False
+    return True
+
+
+def _json(data: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(data), indent=1)
 
 
 @main.command()
 @click.option("--suite", "suites", multiple=True, metavar="NAME", help="Run this suite; repeat.")
-@click.option("--impl", default="fast", show_default=True, help="A name, or module:object.")
+@click.option(
+    "--impl", default="fast", show_default=True, help="A name, module:object or 'process:COMMAND'."
+)
 @_implementation_options
 @click.option(
     "--profile",
@@ -79,7 +161,11 @@ def _implementation_options(command: Any) -> Any:
     help="Folder for failing cases.",
 )
 @click.option(
-    "--shrink-seconds", default=20.0, show_default=True, help="Time for making a case smaller."
+    "--shrink-seconds",
+    type=_SPAN,
+    default=20.0,
+    show_default=True,
+    help="Time for making a case smaller.",
 )
 @click.option(
     "--max-failures",
@@ -115,6 +201,8 @@ def check(
     for file in (json_file, junit_file, out / "case"):
         if file is not None:
             require_writable(file)
+    if json_file is not None and json_file == junit_file:
+        raise OutputError(f"--json and --junit both name {json_file}")
     options = session.Options(
         implementation=impl,
         python=python,
@@ -129,21 +217,19 @@ def check(
         shrink_seconds=shrink_seconds,
         max_failures=max_failures,
     )
-    with TerminalListener(Console(stderr=True)) as listener:
+    replay_options = _replay_options(impl, python, root)
+    with TerminalListener(make_console(stderr=True), replay_options) as listener:
         report = session.run(options, listener)
-    print_report(report, Console())
-    if json_file is not None:
-        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(report), indent=1))
-    if junit_file is not None:
-        write_atomically(junit_file, junit(report))
+    print_report(report, make_console())
+    written = [_write_report(json_file, _json(report)), _write_report(junit_file, junit(report))]
     if report.interrupted:
-        raise SystemExit(130)
-    raise SystemExit(0 if report.ok else 1)
+        raise SystemExit(_INTERRUPTED)
+    raise SystemExit(1 if not report.ok else 0 if all(written) else 2)
 
 
 @main.command()
 @click.argument("case", type=_PATH)
-@click.option("--impl", help="A name, or module:object; the one in the file if left out.")
+@click.option("--impl", help="As for check; the one in the file if left out.")
 @_implementation_options
 def replay(
     case: Path, impl: str | None, python: str | None, root: str | None, time_limit: float
@@ -151,10 +237,10 @@ def replay(
     """Run the case of a file again."""
     from servespec.conformance.cases.replay import replay as run_again
     from servespec.conformance.report.result import Failure
-    from servespec.conformance.report.terminal import failure_text
+    from servespec.conformance.report.terminal import FailureText
 
     seen = run_again(case, impl, python, root, time_limit=time_limit)
-    console = Console()
+    console = make_console()
     for note in seen.notes:
         console.print(note, markup=False, highlight=False)
     result = seen.result
@@ -166,15 +252,15 @@ def replay(
             highlight=False,
         )
         return
-    console.print(failure_text(Failure.of(seen.suite, result, None)))
+    console.print(FailureText(Failure.of(seen.suite, result, None)))
     raise SystemExit(1)
 
 
 @main.command()
 @click.argument("case", type=_PATH)
-@click.option("--impl", help="A name, or module:object; the one in the file if left out.")
+@click.option("--impl", help="As for check; the one in the file if left out.")
 @_implementation_options
-@click.option("--seconds", default=60.0, show_default=True, help="Time to spend.")
+@click.option("--seconds", type=_SPAN, default=60.0, show_default=True, help="Time to spend.")
 @click.option("--out", type=_PATH, help="Where to write; over the case itself if left out.")
 def shrink(
     case: Path,
@@ -188,8 +274,8 @@ def shrink(
     """Make the case of a file smaller while it still fails at the same field."""
     from servespec.conformance.cases.replay import shrink_file
 
-    console = Console(stderr=True)
-    with console.status("shrinking") as status:
+    require_writable(out or case)
+    with make_console(stderr=True).status("shrinking") as status:
         text = shrink_file(
             case,
             out or case,
@@ -200,13 +286,15 @@ def shrink(
             seconds=seconds,
             progress=lambda tried: status.update(f"shrinking: {tried} tried"),
         )
-    Console().print(text, markup=False, highlight=False)
+    make_console().print(text, markup=False, highlight=False)
 
 
 @main.command()
-@click.option("--python", required=True, help="Interpreter of the environment that has vLLM.")
+@_vllm_options
 @click.option("--impl", "names", multiple=True, help="Held against it; repeat. Both if left out.")
-@click.option("--steps", default=200_000, show_default=True, help="Steps to compare at least.")
+@click.option(
+    "--steps", type=_COUNT, default=200_000, show_default=True, help="Steps to compare at least."
+)
 @click.option("--seed", default=0, show_default=True, help="Of the first round.")
 @click.option(
     "--out",
@@ -217,42 +305,59 @@ def shrink(
 )
 def matrix(python: str, names: tuple[str, ...], steps: int, seed: int, out: Path) -> None:
     """Hold schedulers against the real vLLM over every combination of switches."""
-    from servespec.conformance.adapters.loading import load, load_vllm
+    from servespec.conformance.adapters.loading import load, load_vllm, start
     from servespec.conformance.matrix import run_matrix
     from servespec.conformance.report.matrix import show_matrix
 
-    loaded: list[Any] = [load(name) for name in names or ("reference", "fast")]
+    require_writable(out / "case")
+    chosen = tuple(dict.fromkeys(names or ("reference", "fast")))
+    loaded: list[Any] = [load(name) for name in chosen]
     with load_vllm(python) as vllm:
+        for implementation, name in zip((vllm, *loaded), ("vllm", *chosen), strict=True):
+            start(implementation, name)
         results = run_matrix(vllm, loaded, steps=steps, seed=seed, case_folder=out)
-        ok = show_matrix(results, steps, Console())
+        ok = show_matrix(results, steps, make_console())
     raise SystemExit(0 if ok else 1)
 
 
 @main.command()
-@click.option("--python", required=True, help="Interpreter of the environment that has vLLM.")
-@click.option("--seeds", default=2, show_default=True, help="Cases of each combination.")
+@_vllm_options
+@click.option(
+    "--seeds", type=_COUNT, default=2, show_default=True, help="Cases of each combination."
+)
 @click.argument("folder", type=_PATH)
 def record(python: str, seeds: int, folder: Path) -> None:
     """Record the real vLLM over every combination of switches into trace files."""
-    from servespec.conformance.adapters.loading import load_vllm
+    from servespec.conformance.adapters.loading import load_vllm, start
     from servespec.conformance.matrix import record_matrix
 
-    with load_vllm(python) as vllm, Console(stderr=True).status("recording"):
+    require_writable(folder / "traces")
+    with load_vllm(python) as vllm, make_console(stderr=True).status("recording"):
+        start(vllm, "vllm")
         for path in record_matrix(vllm, folder, range(seeds)):
             click.echo(f"{path}  {path.stat().st_size:,} bytes")
 
 
 @main.command("record-v0")
-@click.option("--python", required=True, help="Interpreter that runs vLLM 0.5.1's scheduler.")
+@click.option(
+    "--python",
+    required=True,
+    callback=_interpreter,
+    help="Interpreter that runs vLLM 0.5.1's scheduler.",
+)
 @click.option("--root", required=True, help="Folder of the unpacked wheel of vLLM 0.5.1.")
-@click.option("--seeds", default=3, show_default=True, help="Cases of each combination.")
+@click.option(
+    "--seeds", type=_COUNT, default=3, show_default=True, help="Cases of each combination."
+)
 @click.argument("path", type=_PATH)
 def record_v0(python: str, root: str, seeds: int, path: Path) -> None:
     """Record the real V0 scheduler over every combination of switches into a trace file."""
-    from servespec.conformance.adapters.loading import load_vllm_v0
+    from servespec.conformance.adapters.loading import load_vllm_v0, start
     from servespec.conformance.adapters.v0_traces import record_v0_matrix
 
-    with load_vllm_v0(python, root) as vllm, Console(stderr=True).status("recording"):
+    require_writable(path)
+    with load_vllm_v0(python, root) as vllm, make_console(stderr=True).status("recording"):
+        start(vllm, "vllm-v0")
         steps = record_v0_matrix(vllm, path, range(seeds))
     click.echo(f"{path}  {steps:,} steps  {path.stat().st_size:,} bytes")
 
@@ -265,6 +370,9 @@ def implementations() -> None:
     for name, what in BUILT_IN.items():
         click.echo(f"{name:<16}{what}")
     click.echo(f"{'module:object':<16}your own: any object that offers a factory, see README.md")
+    click.echo(
+        f"{'process:COMMAND':<16}a program that speaks the line protocol (process-v0: for V0)"
+    )
     from servespec.fast.backends.registry import statuses
 
     click.echo("backends of the kernels of fast (without any, plain torch operations serve)")
@@ -286,9 +394,9 @@ def compile_kernels(
     if json_file is not None:
         require_writable(json_file)
     results = run_compiler(targets, kernels)
-    show_compilations(results, Console())
+    show_compilations(results, make_console())
     if json_file is not None:
-        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(results), indent=1))
+        write_atomically(json_file, _json(results))
     raise SystemExit(0 if all(result.ok for result in results) else 1)
 
 
@@ -303,7 +411,7 @@ def faults(seed: int) -> None:
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("fault", "suite", "cases", "found at"):
-        table.add_column(column, justify="right" if column == "cases" else "left")
+        table.add_column(column, justify="right" if column == "cases" else "left", overflow="fold")
     missed = 0
     with click.progressbar(length=sum(len(f.suites) or 2 for f in FAULTS), file=sys.stderr) as bar:
         for finding in self_test(FAULTS, seed):
@@ -312,7 +420,7 @@ def faults(seed: int) -> None:
             place = "nothing" if finding.divergence is None else finding.divergence.place
             mark = "" if finding.ok else "  WRONG"
             table.add_row(finding.fault.name, finding.suite, str(finding.cases), place + mark)
-    Console().print(table)
+    make_console().print(table)
     raise SystemExit(1 if missed else 0)
 
 
@@ -326,6 +434,7 @@ def bench(name: str, rounds: int, device: str, json_file: Path | None) -> None:
     if name == "kernels":
         _bench_kernels(rounds, device, json_file)
         return
+    os.environ.update(ONE_THREAD)
     from servespec.conformance.bench.engine import bench_engine
 
     if json_file is not None:
@@ -336,21 +445,22 @@ def bench(name: str, rounds: int, device: str, json_file: Path | None) -> None:
         raise click.ClickException("the engines gave different tokens, so figures mean nothing")
     click.echo(
         f"{figures.requests} requests, {figures.prompt_tokens} prompt tokens,"
-        f" {figures.output_tokens} new tokens each; median of {rounds}"
+        f" {figures.output_tokens} new tokens each; one thread, median of {rounds}"
     )
     for side, seconds in (("reference", figures.reference), ("fast", figures.fast)):
         click.echo(f"{side:<11}{figures.tokens_per_second(seconds):>10,.0f} tokens/s")
     click.echo(f"{'ratio':<11}{figures.ratio:>10.1f}")
     if json_file is not None:
-        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(figures), indent=1))
+        write_atomically(json_file, _json(figures))
 
 
 def _bench_kernels(rounds: int, device: str, json_file: Path | None) -> None:
-    from servespec.conformance.bench.kernels import bench_kernels
+    from servespec.conformance.bench.kernels import backend_of, bench_kernels
     from servespec.conformance.report.kernels import show_bench
 
     if json_file is not None:
         require_writable(json_file)
+    backend_of(device)
     with click.progressbar(length=1, file=sys.stderr) as bar:
 
         def advance(_: int, count: int) -> None:
@@ -358,9 +468,9 @@ def _bench_kernels(rounds: int, device: str, json_file: Path | None) -> None:
             bar.update(1)
 
         figures = bench_kernels(rounds=rounds, device=device, progress=advance)
-    show_bench(figures, Console())
+    show_bench(figures, make_console())
     if json_file is not None:
-        write_atomically(json_file, msgspec.json.format(msgspec.json.encode(figures), indent=1))
+        write_atomically(json_file, _json(figures))
 
 
 @main.command()
@@ -375,8 +485,18 @@ def _bench_kernels(rounds: int, device: str, json_file: Path | None) -> None:
 )
 @click.option("--max-num-seqs", default=128, show_default=True, help="Most running requests.")
 @click.option("--max-model-len", type=int, help="Most tokens of a request.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32")
-@click.option("--seed", default=0, show_default=True, help="Of the tiny model's weights.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    help="Of the fast engine; float32 if left out.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of the tiny model's weights.",
+)
 def generate(model: str, engine: Any, prompts: Path, **options: Any) -> None:
     """Print the new tokens of each prompt, a JSON list a line."""
     from servespec.conformance.generate import generate as run_engine

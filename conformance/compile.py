@@ -29,10 +29,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import Progress
 
 from servespec.conformance.launches import Configuration, Launch, configurations
+from servespec.conformance.report.console import make_console
 from servespec.fast.backends.ascend import is_a5, to_linalg, tool
 from servespec.fast.backends.base import CompileError
 from servespec.fast.backends.registry import statuses
@@ -123,7 +123,7 @@ def compile_kernels(targets: Sequence[str], kernels: Sequence[str]) -> list[Comp
 
 def _track(results: Iterator[Compilation], what: str, expected: int) -> Iterator[Compilation]:
     """Show a bar on the error stream; some configurations have more kernels than one."""
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with Progress(console=make_console(stderr=True), transient=True) as progress:
         task = progress.add_task(what, total=expected)
         for result in results:
             progress.update(task, advance=1, description=result.kernel.split(":")[-1])

@@ -77,7 +77,7 @@ def generate(
     max_num_batched_tokens: int,
     max_num_seqs: int,
     max_model_len: int | None,
-    dtype: str,
+    dtype: str | None,
     seed: int,
 ) -> Sequence[Sequence[int]]:
     """Serve prompts greedily.
@@ -97,8 +97,8 @@ def generate(
         Blocks in the pool; None makes it large enough for the prompts that run together.
     max_model_len : int or None
         Most tokens of a request; None makes it long enough.
-    dtype : {"float32", "bfloat16"}
-        Of the fast engine.
+    dtype : {"float32", "bfloat16"} or None
+        Of the fast engine, float32 if None; the reference has its own.
     seed : int
         Of the embedded model's weights.
 
@@ -112,16 +112,22 @@ def generate(
     ValueError
         If the model, the prompts or the limits are out of range.
     """
+    if engine == "reference" and dtype is not None:
+        raise ValueError(f"dtype is {dtype}: the reference computes in float64, leave it out")
+    sampling = SamplingParams(max_tokens=max_tokens)
     token_ids = read_prompts(prompts)
     config, weights = _load(model, seed)
-    longest = max_model_len or max(map(len, token_ids)) + max_tokens
+    # Limits beyond what the prompts can reach change no step; buffers are sized by them.
+    needed = max(map(len, token_ids)) + max_tokens
+    longest = needed if max_model_len is None else min(max_model_len, needed)
+    together = min(max_num_seqs, len(token_ids))
     scheduler = SchedulerConfig(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=together,
+        max_num_batched_tokens=min(max_num_batched_tokens, len(token_ids) * needed),
         max_model_len=longest,
     )
+    _require_servable(prompts, token_ids, config.vocab_size, longest)
     groups = gdn_groups_first(config.layer_types)
-    together = min(max_num_seqs, len(token_ids))
     cache = CacheConfig(
         num_gpu_blocks=1 + together * len(groups) * -(-longest // max(1, block_size))
         if blocks is None
@@ -130,7 +136,6 @@ def generate(
         groups=groups,
     )
     engine_config = EngineConfig(scheduler=scheduler, cache=cache)
-    sampling = SamplingParams(max_tokens=max_tokens)
     if engine == "reference":
         from servespec.reference.engine import generate as run_reference
         from servespec.reference.models.qwen3_5 import from_weights
@@ -138,7 +143,25 @@ def generate(
         return run_reference(from_weights(config, weights), engine_config, token_ids, sampling)
     from servespec.fast.engine import Engine
 
-    return Engine(config, weights, engine_config, dtype).generate(token_ids, sampling)
+    engine_of_prompts = Engine(config, weights, engine_config, dtype or "float32")
+    return engine_of_prompts.generate(token_ids, sampling)
+
+
+def _require_servable(
+    path: Path, prompts: Sequence[Sequence[int]], vocab_size: int, max_model_len: int
+) -> None:
+    """Name the line of a prompt that an engine would refuse."""
+    for number, prompt in enumerate(prompts, 1):
+        where = f"prompts {path}, line {number}"
+        if max(prompt) >= vocab_size:
+            raise PromptError(
+                f"{where}: token {max(prompt)} is outside of the vocabulary: must be below"
+                f" vocab_size {vocab_size}"
+            )
+        if len(prompt) >= max_model_len:
+            raise PromptError(
+                f"{where}: {len(prompt)} tokens: must be fewer than max_model_len {max_model_len}"
+            )
 
 
 def _load(model: str, seed: int) -> tuple[ModelConfig, Weights]:

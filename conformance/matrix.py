@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from servespec.conformance.adapters.base import SchedulerFactory
@@ -24,6 +24,7 @@ from servespec.conformance.adapters.traces import (
 from servespec.conformance.cases import files
 from servespec.conformance.cases.case import SPEC_VERSION, Case, CaseFile
 from servespec.conformance.checks.scheduling import compare
+from servespec.conformance.output import OutputError, unused
 from servespec.conformance.verdicts import CaseResult, Check, Tally, failure, run_check
 from servespec.conformance.workloads.driver import drive
 from servespec.conformance.workloads.scheduling import LAYOUTS, Combination, make_case, matrix
@@ -92,12 +93,18 @@ class MatrixResult:
         By implementation; under the name of the recorded one if that failed.
     died : str or None
         What the recorded one raised in the last step; the others have to raise there too.
+    cases : mapping of str to str
+        Where the case was written, by implementation that diverged.
+    not_written : mapping of str to str
+        Why it could not be, for the rest of those.
     """
 
     combination: Combination
     seed: int
     results: Mapping[str, CaseResult]
     died: str | None = None
+    cases: Mapping[str, str] = field(default_factory=dict)
+    not_written: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_matrix(
@@ -131,6 +138,8 @@ def run_matrix(
         before = done
         for combination in matrix():
             results: dict[str, CaseResult] = {}
+            cases: dict[str, str] = {}
+            not_written: dict[str, str] = {}
             died = None
             try:
                 case, recording = record_case(real, combination, round_seed)
@@ -141,20 +150,30 @@ def run_matrix(
                 if isinstance(recording.answers[-1], Died):
                     died = recording.answers[-1].result
                 for implementation in implementations:
-                    result = run_check(against(recording), case, implementation)
-                    results[implementation.name] = result
+                    name = implementation.name
+                    results[name] = result = run_check(against(recording), case, implementation)
                     if result.divergence is not None and case_folder is not None:
-                        _write(case_folder, implementation.name, case, result, round_seed)
+                        try:
+                            cases[name] = _write(case_folder, name, case, result, round_seed)
+                        except OutputError as error:
+                            not_written[name] = str(error)
                 done += max((result.steps for result in results.values()), default=0)
-            yield MatrixResult(combination=combination, seed=round_seed, results=results, died=died)
+            yield MatrixResult(
+                combination=combination,
+                seed=round_seed,
+                results=results,
+                died=died,
+                cases=cases,
+                not_written=not_written,
+            )
         if done >= steps or done == before:
             return
 
 
-def _write(folder: Path, name: str, case: Case, result: CaseResult, seed: int) -> None:
-    used = len(list(folder.glob(f"matrix-{name}-*.json"))) if folder.exists() else 0
+def _write(folder: Path, name: str, case: Case, result: CaseResult, seed: int) -> str:
+    path = unused(folder, f"matrix-{name}-{seed}")
     files.write(
-        folder / f"matrix-{name}-{seed}-{used}.json",
+        path,
         CaseFile(
             spec_version=SPEC_VERSION,
             implementation=name,
@@ -164,6 +183,7 @@ def _write(folder: Path, name: str, case: Case, result: CaseResult, seed: int) -
             expected=result.expected,
         ),
     )
+    return str(path)
 
 
 def record_matrix(real: SchedulerFactory, folder: Path, seeds: Sequence[int]) -> Iterator[Path]:

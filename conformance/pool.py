@@ -18,6 +18,7 @@ from servespec.conformance.adapters.failure import ImplementationFailed
 from servespec.conformance.adapters.loading import LoadingError
 from servespec.conformance.adapters.process import LineProcess
 from servespec.conformance.cases.case import Case
+from servespec.conformance.threads import ONE_THREAD
 from servespec.conformance.verdicts import CaseResult, failure
 from servespec.conformance.worker import Hello, Job
 
@@ -116,8 +117,7 @@ class WorkerPool:
 
     def _start(self) -> tuple[LineProcess, Hello]:
         # One thread a worker: they share the cores, and threads within tiny operations only wait.
-        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        process = LineProcess(self._command, environment={**os.environ, **threads})
+        process = LineProcess(self._command, environment={**os.environ, **ONE_THREAD})
         self._running.add(process)
         if self._closing:
             process.kill()
@@ -127,6 +127,9 @@ class WorkerPool:
             self._running.discard(process)
             last = f": {error.lines[-1].strip()}" if error.lines else ""
             raise LoadingError(f"cannot load {self._command[3]!r}: {error.reason}{last}") from error
+        except BaseException:  # an interrupt
+            process.kill()
+            raise
         hello = msgspec.json.decode(answer, type=Hello)
         if hello.error is not None:
             self._running.discard(process)

@@ -19,6 +19,7 @@ from servespec.conformance.checks.bounds import TIE_SHARES
 from servespec.conformance.checks.registry import SUITES, suite
 from servespec.conformance.checks.suite import Profile, Suite
 from servespec.conformance.drawing import draw_cases
+from servespec.conformance.output import OutputError, unused
 from servespec.conformance.pool import WorkerPool, default_jobs
 from servespec.conformance.report.result import Failure, Report, SuiteReport, machine
 from servespec.conformance.verdicts import CaseResult
@@ -103,7 +104,7 @@ def run(options: Options, listener: Listener) -> Report:
     ValueError
         If a suite or the implementation is unknown, or it lacks what a suite asked for needs.
     """
-    chosen = [suite(name) for name in options.suites or SUITES]
+    chosen = [suite(name) for name in dict.fromkeys(options.suites or SUITES)]
     report = Report(
         spec_version=SPEC_VERSION,
         implementation=options.implementation,
@@ -194,15 +195,18 @@ def _keep(
 ) -> Failure:
     """Write a failing case, make it smaller, and write it again."""
     assert result.divergence is not None
-    folder = options.case_folder
-    number = sum(1 for _ in folder.glob(f"{case.suite}-*.json")) if folder.is_dir() else 0
-    path = folder / f"{case.suite}-{number:03}.json"
-    _write(path, case, result, options)
-    if seconds > 0:
-        small = shrink(case, result, pool.run, seconds=seconds, progress=listener.shrinking)
-        case, result = small.case, small.result
+    written = trouble = None
+    try:
+        path = unused(options.case_folder, case.suite)
         _write(path, case, result, options)
-    return Failure.of(case.suite, result, str(path))
+        written = str(path)
+        if seconds > 0:
+            small = shrink(case, result, pool.run, seconds=seconds, progress=listener.shrinking)
+            _write(path, small.case, small.result, options)
+            result = small.result
+    except OutputError as error:
+        trouble = str(error)
+    return Failure.of(case.suite, result, written, trouble)
 
 
 def _write(path: Path, case: Case, result: CaseResult, options: Options) -> None:

@@ -1,7 +1,8 @@
 """The fast engine beside the reference on the embedded model.
 
 Both serve the same requests in turns, so that a busy machine slows both, and a figure is given
-only if their tokens are equal.
+only if their tokens are equal. torch is held to one thread, as in the workers that run suites;
+NumPy takes that from the environment, which the command sets.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
 
 from servespec.conformance.adapters.base import EngineFactory, EngineUnderTest
 from servespec.conformance.adapters.fast import FastImplementation
@@ -103,14 +106,19 @@ def bench_engine(
     )
     seconds: tuple[list[float], list[float]] = ([], [])
     tokens: list[dict[str, tuple[int, ...]]] = [{}, {}]
-    for number in range(rounds):
-        for side, implementation in enumerate(implementations):
-            engine = implementation.make_engine(model, weights, config)
-            start = time.perf_counter()
-            tokens[side] = _serve(engine, work)
-            seconds[side].append(time.perf_counter() - start)
-        if progress is not None:
-            progress(number + 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for number in range(rounds):
+            for side, implementation in enumerate(implementations):
+                engine = implementation.make_engine(model, weights, config)
+                start = time.perf_counter()
+                tokens[side] = _serve(engine, work)
+                seconds[side].append(time.perf_counter() - start)
+            if progress is not None:
+                progress(number + 1)
+    finally:
+        torch.set_num_threads(threads)
     return EngineBench(
         requests=requests,
         prompt_tokens=prompt_tokens,

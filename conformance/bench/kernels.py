@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from servespec.conformance.bench.kernel_races import Runner, races
-from servespec.fast.backends.base import BackendError
+from servespec.fast.backends.base import Backend, BackendError
 from servespec.fast.backends.registry import choose
 from servespec.fast.kernels.operations import operations
 
-__all__ = ["KernelBench", "Race", "bench_kernels"]
+__all__ = ["KernelBench", "Race", "backend_of", "bench_kernels"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +62,25 @@ class KernelBench:
     races: list[Race] = field(default_factory=list)
 
 
+def backend_of(device: str) -> Backend:
+    """Return the backend whose kernels are measured on a device.
+
+    Raises
+    ------
+    BackendError
+        No backend runs kernels on the device, or there is no such kind of device.
+    """
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise BackendError(f"device {device!r}: {reason}") from error
+    backend = choose(device)
+    if backend is None:
+        raise BackendError(f"no backend runs kernels on {device}: see servespec implementations")
+    return backend
+
+
 def bench_kernels(
     *,
     rounds: int = 15,
@@ -80,11 +99,9 @@ def bench_kernels(
     Raises
     ------
     BackendError
-        No backend runs kernels on the device.
+        As `backend_of`.
     """
-    backend = choose(device)
-    if backend is None:
-        raise BackendError(f"no backend runs kernels on {device}: see servespec implementations")
+    backend = backend_of(device)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

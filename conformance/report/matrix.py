@@ -11,8 +11,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from servespec.conformance.matrix import MatrixResult
+from servespec.conformance.report.console import make_console
 from servespec.conformance.report.result import Failure
-from servespec.conformance.report.terminal import failure_text
+from servespec.conformance.report.terminal import FailureText
 from servespec.conformance.verdicts import CaseResult
 from servespec.conformance.workloads.scheduling import LAYOUTS, Layout, matrix
 
@@ -54,7 +55,7 @@ def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -
     sums: dict[tuple[Layout, str], _Sum] = {}
     combinations = set()
     deaths = 0
-    live = Console(stderr=True)
+    live = make_console(stderr=True)
     progress = Progress(
         TextColumn("matrix"),
         BarColumn(bar_width=24),
@@ -63,22 +64,31 @@ def show_matrix(results: Iterable[MatrixResult], steps: int, console: Console) -
         console=live,
         disable=not live.is_terminal,
     )
-    with progress:
-        bar = progress.add_task("", total=steps)
-        for found in results:
-            combinations.add(found.combination)
-            if found.died is not None:
-                deaths += 1
-                progress.console.print(
-                    f"died by itself: {found.combination}, seed {found.seed}: {found.died}"
-                )
-            for name, result in found.results.items():
-                sums.setdefault((found.combination.layout, name), _Sum()).add(result)
-                if result.divergence is not None:
-                    progress.console.print(f"{name}: {found.combination}, seed {found.seed}")
-                    progress.console.print(failure_text(Failure.of("scheduling", result, None)))
-            progress.advance(bar, max((r.steps for r in found.results.values()), default=0))
-    _print_tables(sums, len(combinations), console)
+    try:
+        with progress:
+            bar = progress.add_task("", total=steps)
+            for found in results:
+                combinations.add(found.combination)
+                if found.died is not None:
+                    deaths += 1
+                    progress.console.print(
+                        f"died by itself: {found.combination}, seed {found.seed}: {found.died}"
+                    )
+                for name, result in found.results.items():
+                    sums.setdefault((found.combination.layout, name), _Sum()).add(result)
+                    if result.divergence is not None:
+                        failure = Failure.of(
+                            "scheduling",
+                            result,
+                            found.cases.get(name),
+                            found.not_written.get(name),
+                        )
+                        progress.console.print(f"{name}: {found.combination}, seed {found.seed}")
+                        progress.console.print(FailureText(failure))
+                progress.advance(bar, max((r.steps for r in found.results.values()), default=0))
+    finally:
+        # What was seen until an interrupt is not lost.
+        _print_tables(sums, len(combinations), console)
     if deaths:
         console.print(f"{deaths} cases end early, where the real scheduler died by itself")
     return not any(total.diverged for total in sums.values())

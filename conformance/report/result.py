@@ -71,6 +71,8 @@ class Failure:
     request : str or None
     case_file : str or None
         Where the case was written; None if the run as a whole is to blame.
+    not_written : str or None
+        Why the case, or the smaller one made of it, could not be written.
     last_lines : tuple of str
         The end of the implementation's output, if it failed.
     """
@@ -83,10 +85,13 @@ class Failure:
     step: int | None = None
     request: str | None = None
     case_file: str | None = None
+    not_written: str | None = None
     last_lines: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, suite: str, result: CaseResult, case_file: str | None) -> Failure:
+    def of(
+        cls, suite: str, result: CaseResult, case_file: str | None, not_written: str | None = None
+    ) -> Failure:
         """Return the failure of one case, whose result has a divergence."""
         divergence = result.divergence
         assert divergence is not None
@@ -99,6 +104,7 @@ class Failure:
             step=divergence.step,
             request=divergence.request,
             case_file=case_file,
+            not_written=not_written,
             last_lines=result.last_lines,
         )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,7 +23,9 @@ from rich.text import Text
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.report.result import Failure, Report, SuiteReport
 
-__all__ = ["TerminalListener", "failure_text", "print_report"]
+__all__ = ["FailureText", "TerminalListener", "print_report"]
+
+_LABEL_WIDTH = 12
 
 
 class TerminalListener:
@@ -33,10 +35,13 @@ class TerminalListener:
     ----------
     console : Console
         Of standard error, so that standard output holds the result alone.
+    replay_options : str
+        Options that ``servespec replay`` needs to find the implementation again.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, replay_options: str = "") -> None:
         self._console = console
+        self._replay_options = replay_options
         self._live = console.is_terminal
         self._progress = Progress(
             TextColumn("{task.description:<10}"),
@@ -78,7 +83,7 @@ class TerminalListener:
 
     def failed(self, failure: Failure) -> None:
         """Print where it parts."""
-        self._console.print(failure_text(failure))
+        self._console.print(FailureText(failure, self._replay_options))
 
     def suite_done(self, report: SuiteReport) -> None:
         """End the bar, or print a line."""
@@ -91,25 +96,42 @@ class TerminalListener:
             )
 
 
-def failure_text(failure: Failure) -> Text:
-    """Return a failure as a person reads it.
+class FailureText:
+    """A failure as a person reads it: a label a line, long values folded beside their labels.
 
     Parameters
     ----------
     failure : Failure
+    replay_options : str
+        As for `TerminalListener`.
     """
-    where = [] if failure.step is None else [f"step {failure.step}"]
-    where += [] if failure.request is None else [f"request {failure.request}"]
-    lines = [
-        (f"{failure.suite}: {failure.verdict}", "bold red"),
-        (f"  at        {', '.join([*where, failure.field])}", ""),
-        (f"  expected  {failure.expected}", ""),
-        (f"  got       {failure.got}", ""),
-    ]
-    lines += [(f"  | {line}", "dim") for line in failure.last_lines[-6:]]
-    if failure.case_file is not None:
-        lines.append((f"  replay    servespec replay {failure.case_file}", ""))
-    return Text("\n").join(Text(line, style) for line, style in lines)
+
+    def __init__(self, failure: Failure, replay_options: str = "") -> None:
+        where = [] if failure.step is None else [f"step {failure.step}"]
+        where += [] if failure.request is None else [f"request {failure.request}"]
+        self._title = f"{failure.suite}: {failure.verdict}"
+        self._lines = [
+            ("at", ", ".join([*where, failure.field]), ""),
+            ("expected", failure.expected, ""),
+            ("got", failure.got, ""),
+            *(("|", line, "dim") for line in failure.last_lines[-6:]),
+        ]
+        if failure.not_written is not None:
+            self._lines.append(("case", f"not written: {failure.not_written}", ""))
+        if failure.case_file is not None:
+            command = f"servespec replay {failure.case_file} {replay_options}".rstrip()
+            self._lines.append(("replay", command, ""))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines."""
+        yield Text(self._title, "bold red")
+        for label, value, style in self._lines:
+            start = "  | " if label == "|" else f"  {label}".ljust(_LABEL_WIDTH)
+            room = max(1, options.max_width - len(start))
+            for line in Text(value).wrap(console, room, overflow="fold") or [Text()]:
+                line.rstrip()
+                yield Text.assemble(start, line, style=style)
+                start = start if label == "|" else " " * _LABEL_WIDTH
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -140,7 +162,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print()
     for suite in report.suites:
         seen = [f"{name} {count:,}" for name, count in sorted(suite.counts.items()) if count]
-        console.print(Text(f"{suite.name} saw: " + ", ".join(seen), "dim"))
+        if seen:
+            console.print(Text(f"{suite.name} saw: " + ", ".join(seen), "dim"))
     console.print()
     console.print(_verdict(report))
 
@@ -158,5 +181,7 @@ def _verdict(report: Report) -> Text:
         return Text("interrupted: no divergence until then", "bold yellow")
     places = len(report.failures)
     text = f"{report.implementation} does not agree: {places} failure{'s' * (places > 1)}"
+    if report.interrupted:
+        text = f"interrupted; until then {text}"
     first = report.failures[0]
     return Text(f"{text}; the first: {first.suite}, {first}", "bold red")
