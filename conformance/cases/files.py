@@ -59,6 +59,8 @@ def read(path: Path) -> CaseFile:
         If the file is missing, too long, cut, not a case, or asks for too much.
     """
     try:
+        if not (path.is_file() or path.is_dir()) and path.exists():
+            raise CaseError(f"case file {path}: no regular file")  # a pipe may never end
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -82,6 +84,8 @@ def read(path: Path) -> CaseFile:
 def require_sensible(case: Case) -> None:
     """Refuse a case that asks for more than any test needs, or adds a request twice in a step.
 
+    Integers must fit 32 bits, and seeds 64, so that every implementation can hold them.
+
     Parameters
     ----------
     case : Case
@@ -90,6 +94,7 @@ def require_sensible(case: Case) -> None:
     ------
     CaseError
     """
+    _require_integers_that_fit(msgspec.to_builtins(case), "$.case", 31)
     cache, workload = case.config.cache, case.workload
     for number, step in enumerate(workload.steps):
         for name, count in Counter(request.request_id for request in step.add).items():
@@ -102,6 +107,11 @@ def require_sensible(case: Case) -> None:
     _limit("cache.block_size", cache.block_size, 2**20)
     _limit("scheduler.max_model_len", case.config.scheduler.max_model_len, 2**24)
     _limit("scheduler.max_num_seqs", case.config.scheduler.max_num_seqs, 2**16)
+    budget = case.config.scheduler.max_num_batched_tokens
+    _limit("scheduler.max_num_batched_tokens", budget, 2**24)
+    if case.config.speculative is not None:
+        drafts = case.config.speculative.num_speculative_tokens
+        _limit("speculative.num_speculative_tokens", drafts, 2**10)
     if case.v0 is not None:
         steps = case.v0.workload
         _limit("v0.workload.max_steps", steps.max_steps, MAX_STEPS)
@@ -142,6 +152,20 @@ def require_sensible(case: Case) -> None:
         ) + model.conv_dim * (model.linear_conv_kernel_dim - 1)  # fmt: skip
         values = cache.num_gpu_blocks * max(page, state) * model.num_hidden_layers
         _limit("values in the cache", values, MAX_CACHE_VALUES)
+
+
+def _require_integers_that_fit(value: object, path: str, bits: int) -> None:
+    if isinstance(value, int):
+        if not -(2**bits) <= value < 2**bits:
+            text = str(value) if value.bit_length() < 256 else f"of {value.bit_length()} bits"
+            raise CaseError(f"{path} is {text}: must be in [-2**{bits}, 2**{bits})")
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            is_seed = str(key).endswith("seed")
+            _require_integers_that_fit(inner, f"{path}.{key}", 63 if is_seed else bits)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for index, inner in enumerate(value):
+            _require_integers_that_fit(inner, f"{path}[{index}]", bits)
 
 
 def _limit(what: str, value: int, most: int) -> None:

@@ -1,6 +1,7 @@
 """Case files: what is written is read back, and nothing else is accepted."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,30 @@ def test_every_cut_of_a_file_is_refused(content: CaseFile, tmp_path: Path) -> No
         ({"case__config__cache__num_gpu_blocks": 10**9}, "num_gpu_blocks is 1000000000"),
         ({"case__model__config__vocab_size": 10**9}, "model parameters is"),
         ({"case__dtype": "float8"}, "Invalid enum value 'float8'"),
+        (
+            {"case__workload__steps__0__add__0__prompt_token_ids": [1, 2**31]},
+            r"\$\.case\.workload\.steps\[0\]\.add\[0\]\.prompt_token_ids\[1\] is 2147483648: "
+            r"must be in \[-2\*\*31, 2\*\*31\)",
+        ),
+        (
+            {"case__workload__steps__0__add__0__prompt_token_ids": [2**64]},
+            r"prompt_token_ids\[0\] is 18446744073709551616: must be",
+        ),
+        (
+            {"case__workload__steps__0__add__0__sampling_params__max_tokens": 10**19},
+            r"max_tokens is 10000000000000000000: must be",
+        ),
+        ({"case__workload__steps__0__add__0__priority": -(10**400)}, r"is of 1329 bits: must be"),
+        ({"case__workload__num_token_ids": 2**31}, r"num_token_ids is 2147483648: must be"),
+        (
+            {"case__config__speculative": {"method": "eagle", "num_speculative_tokens": 2**30}},
+            r"num_speculative_tokens is 1073741824: must be at most",
+        ),
+        (
+            {"case__config__scheduler__max_num_batched_tokens": 2**30},
+            r"max_num_batched_tokens is 1073741824: must be at most",
+        ),
+        ({"case__workload__token_seed": 2**63}, r"token_seed is 9223372036854775808: must be"),
     ],
 )
 def test_bad_fields_are_named(
@@ -116,6 +141,22 @@ def test_deep_and_long_files_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(files, "MAX_FILE_BYTES", 10)
     with pytest.raises(CaseError, match="longer than 10 bytes"):
         files.read(path)
+
+
+def test_the_widest_integers_are_read(content: CaseFile, tmp_path: Path) -> None:
+    widest = changed(
+        tmp_path / "case.json",
+        content,
+        case__workload__token_seed=2**63 - 1,
+        case__workload__steps__0__add__0__prompt_token_ids=[2**31 - 1],
+    )
+    assert files.read(widest).case.workload.token_seed == 2**63 - 1
+
+
+def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CaseError, match="pipe: no regular file"):
+        files.read(tmp_path / "pipe")
 
 
 def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
