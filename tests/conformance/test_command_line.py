@@ -9,12 +9,16 @@ import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from servespec.conformance import output
+from servespec.conformance.bench import engine as engine_bench
 from servespec.conformance.cli import main
 from servespec.conformance.faults import catalogue
 
@@ -321,3 +325,28 @@ def test_a_program_that_fails_is_kept_and_replayed_only_when_named(
 )
 def test_a_program_that_does_not_speak_is_refused_before_the_run(text: str, why: str) -> None:
     assert why in refused("check", "--impl", text, "--suite", "scheduling", "--cases", 1)
+
+
+def test_bench_runs_on_one_thread_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+    serve = engine_bench._serve
+
+    def watch(*arguments: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return serve(*arguments)
+
+    monkeypatch.setattr(engine_bench, "_serve", watch)
+    small = partial(engine_bench.bench_engine, requests=1, prompt_tokens=2, output_tokens=2)
+    monkeypatch.setattr(engine_bench, "bench_engine", small)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        result = servespec("bench", "--rounds", 1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert result.exit_code == 0, result.output
+    assert seen == [1, 1]
+    assert "one thread" in result.stdout
