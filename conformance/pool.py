@@ -14,7 +14,7 @@ from types import TracebackType
 
 import msgspec
 
-from servespec.conformance.adapters.failure import ImplementationFailed
+from servespec.conformance.adapters.failure import ImplementationFailed, TimedOut
 from servespec.conformance.adapters.loading import LoadingError
 from servespec.conformance.adapters.process import LineProcess
 from servespec.conformance.cases.case import Case
@@ -24,7 +24,8 @@ from servespec.conformance.worker import Hello, Job
 
 __all__ = ["WorkerPool", "default_jobs"]
 
-_LOADING_SECONDS = 180.0
+_LOADING_SECONDS = 30.0
+"""At least allowed for loading: imports take the same time whatever a case may take."""
 
 
 def default_jobs() -> int:
@@ -46,7 +47,7 @@ class WorkerPool:
     jobs : int
         Number of processes.
     time_limit : float
-        Seconds a case may take.
+        Seconds that a case, and if more than 30 also loading the implementation, may take.
 
     Attributes
     ----------
@@ -121,12 +122,15 @@ class WorkerPool:
         self._running.add(process)
         if self._closing:
             process.kill()
+        limit = max(self._time_limit, _LOADING_SECONDS)
         try:
-            answer = process.exchange(b"\n", _LOADING_SECONDS)
+            answer = process.exchange(b"\n", limit)
         except ImplementationFailed as error:
             self._running.discard(process)
             last = f": {error.lines[-1].strip()}" if error.lines else ""
-            raise LoadingError(f"cannot load {self._command[3]!r}: {error.reason}{last}") from error
+            loading = f"it was still loading after {limit:g} seconds"
+            reason = loading if isinstance(error, TimedOut) else error.reason
+            raise LoadingError(f"cannot load {self._command[3]!r}: {reason}{last}") from error
         except BaseException:  # an interrupt
             process.kill()
             raise

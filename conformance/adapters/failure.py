@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["CallFailed", "ImplementationFailed", "printable"]
+__all__ = ["CallFailed", "ImplementationFailed", "TimedOut", "printable"]
 
 _LONGEST = 400
 
@@ -48,6 +48,10 @@ class ImplementationFailed(RuntimeError):  # noqa: N818 - a verdict, named as re
         if not self.lines:
             return self.reason
         return "\n".join([f"{self.reason}; its last lines:", *(f"  {x}" for x in self.lines)])
+
+
+class TimedOut(ImplementationFailed):
+    """It gave no answer in time."""
 
 
 class CallFailed(ImplementationFailed):

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from servespec.conformance.adapters import protocol
-from servespec.conformance.adapters.failure import CallFailed, ImplementationFailed
+from servespec.conformance.adapters.failure import CallFailed, ImplementationFailed, TimedOut
 from servespec.reference.contracts import (
     CacheConfig,
     EngineCoreOutput,
@@ -153,7 +153,7 @@ class LineProcess:
             remaining = deadline - time.monotonic()
             events = self._selector.select(max(remaining, 0.0))
             if not events and remaining <= 0:
-                raise self.failed(f"gave no answer within {limit:g} seconds")
+                raise self.failed(f"gave no answer within {limit:g} seconds", TimedOut)
             for key, _ in events:
                 if key.fd == self._stdin:
                     # A peer that closed its input shows as an end of output just below.
@@ -166,7 +166,9 @@ class LineProcess:
                 elif not self._receive():
                     raise self._ended()
 
-    def failed(self, reason: str) -> ImplementationFailed:
+    def failed(
+        self, reason: str, kind: type[ImplementationFailed] = ImplementationFailed
+    ) -> ImplementationFailed:
         """End the process and return the exception that says why."""
         unread = bytes(self._received[:_LAST_LINE_WIDTH])
         self.close(patience=0.2)
@@ -175,7 +177,7 @@ class LineProcess:
             lines.append(_printable(self._partial))
         if unread:
             lines.append(f"(standard output) {_printable(unread)}")
-        return ImplementationFailed(f"the process {reason}", lines[-_LAST_LINES:])
+        return kind(f"the process {reason}", lines[-_LAST_LINES:])
 
     def _ended(self) -> ImplementationFailed:
         """Return the exception for a process whose output has ended."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from servespec.conformance import worker
+from servespec.conformance import pool, worker
+from servespec.conformance.adapters.loading import LoadingError
 from servespec.conformance.adapters.reference import ReferenceImplementation
 from servespec.conformance.cases import files, replay
 from servespec.conformance.cases.case import Case, CaseFile
@@ -46,20 +47,35 @@ def test_the_reason_of_a_failure_is_what_happened(
 ) -> None:
     (tmp_path / "misbehaving.py").write_text(MISBEHAVING)
     monkeypatch.chdir(tmp_path)
-    with WorkerPool("misbehaving:Misbehaving") as pool:
-        assert pool.hello.name == r"mis\udcffbehaving"
+    with WorkerPool("misbehaving:Misbehaving") as workers:
+        assert workers.hello.name == r"mis\udcffbehaving"
         got = []
         for max_num_seqs in (1, 2, 3):
-            result = pool.run(case_of(max_num_seqs))
+            result = workers.run(case_of(max_num_seqs))
             assert result.verdict is Verdict.FAILED
             assert result.divergence is not None
             got.append(result.divergence.got)
-        assert pool.run(case_of(4)).verdict is Verdict.EQUAL
+        assert workers.run(case_of(4)).verdict is Verdict.EQUAL
     assert got[:2] == [
         "make_scheduler raised KeyboardInterrupt",
         r"make_scheduler raised RuntimeError: bad \udcff \x1b[31m",
     ]
     assert got[2].startswith("the process closed its standard output")
+
+
+def test_loading_may_take_as_long_as_a_case_or_a_little_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "looping.py").write_text("while True: pass")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pool, "_LOADING_SECONDS", 0.5)
+    with pytest.raises(LoadingError) as caught:
+        WorkerPool("looping:Thing", time_limit=1.5)
+    assert (
+        str(caught.value) == "cannot load 'looping:Thing': it was still loading after 1.5 seconds"
+    )
+    with pytest.raises(LoadingError, match=r"after 0\.5 seconds"):
+        WorkerPool("looping:Thing", time_limit=0.25)
 
 
 def test_steps_that_are_too_large_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
