@@ -50,7 +50,7 @@ _PATIENCE = 4
 _RECORD_FIELDS: Mapping[str, Any] = {
     "scheduler_output": SchedulerOutput,
     "batch": BatchRecord,
-    "sampled_token_ids": Mapping[str, tuple[int, ...]],
+    "sampled_token_ids": Mapping[str, tuple[Any, ...]],  # `compare_token` names the request
     "outputs": tuple[EngineCoreOutput, ...],
 }
 

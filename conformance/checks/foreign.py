@@ -65,7 +65,8 @@ def made(what: str, factory: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwar
     """
     thing = attempt(factory, *args, **kwargs)
     if thing is None:
-        raise ImplementationFailed(f"the implementation made None: must be a {what}")
+        name = getattr(factory, "__name__", "the factory")
+        raise ImplementationFailed(f"{name} returned None in place of the {what}")
     return cast("_T", _Foreign(what, thing))
 
 
@@ -99,7 +100,8 @@ def require_answer(answer: object, kind: Any, field: str) -> None:
     try:
         msgspec.convert(msgspec.to_builtins(answer, enc_hook=_plain), kind)
     except Exception as error:  # whatever foreign values do
-        raise ImplementationFailed(f"{field} is no answer: {error}") from error
+        what, _, where = str(error).partition(" - at `$")
+        raise ImplementationFailed(f"{field}{where.rstrip('`')} is no answer: {what}") from error
 
 
 def require_known(names: Iterable[str], known: Container[str], field: str) -> None:
