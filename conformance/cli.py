@@ -47,7 +47,8 @@ class _Commands(click.Group):
             last = f": {error.lines[-1]}" if error.lines else ""
             text, problem = f"{error.reason}{last}", error
         except MemoryError as error:
-            text, problem = f"not enough memory: {error}".removesuffix(": "), error
+            reason = str(error) or "make the model, the cache or the limits smaller"
+            text, problem = f"not enough memory: {reason}", error
         except (ValueError, KeyError, OSError) as error:
             text, problem = str(error) or type(error).__name__, error
         click.echo(f"servespec: {' '.join(text.split())}", err=True)
@@ -150,6 +151,11 @@ def _json(data: object) -> bytes:
     show_default=True,
     help="How many cases.",
 )
+@click.option(
+    "--quirks",
+    type=click.Choice(["both", "vllm-0.27.1", "intended"]),
+    help="What suites scheduling and cache expect; both if left out, for vllm its own.",
+)
 @click.option("--seed", default=0, show_default=True, help="Of the random cases.")
 @click.option("--cases", type=click.IntRange(min=1), help="Cases of each suite.")
 @click.option("--jobs", type=click.IntRange(min=1), help="Processes; one a core if left out.")
@@ -183,6 +189,7 @@ def check(
     root: str | None,
     time_limit: float,
     profile: Any,
+    quirks: Any,
     seed: int,
     cases: int | None,
     jobs: int | None,
@@ -209,6 +216,7 @@ def check(
         root=root,
         suites=suites,
         profile=profile,
+        quirks=quirks,
         seed=seed,
         cases=cases,
         case_folder=out,

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
+
+from hypothesis.strategies import SearchStrategy
 
 from servespec.conformance.adapters.loading import LoadingError
 from servespec.conformance.cases import files
@@ -23,8 +25,14 @@ from servespec.conformance.output import OutputError, unused
 from servespec.conformance.pool import WorkerPool, default_jobs
 from servespec.conformance.report.result import Failure, Report, SuiteReport, machine
 from servespec.conformance.verdicts import CaseResult
+from servespec.conformance.workloads.scheduling import with_quirks
+from servespec.reference.contracts import Quirks
 
-__all__ = ["Listener", "Options", "run"]
+__all__ = ["QUIRKS", "Listener", "Options", "QuirksName", "run"]
+
+QuirksName = Literal["both", "vllm-0.27.1", "intended"]
+QUIRKS = {"vllm-0.27.1": Quirks.vllm_0_27_1(), "intended": Quirks()}
+"""The two profiles by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +47,9 @@ class Options:
     suites : sequence of str
         None of them means all that the implementation can run.
     profile : {"quick", "standard", "full"}
+    quirks : {"both", "vllm-0.27.1", "intended"} or None
+        Whose decisions are expected of a scheduler that is driven alone; None means both, but of
+        vLLM itself those it makes.
     seed : int
     cases : int or None
         Cases of each suite; None leaves it to the profile.
@@ -58,6 +69,7 @@ class Options:
     root: str | None = None
     suites: Sequence[str] = ()
     profile: Profile = "quick"
+    quirks: QuirksName | None = None
     seed: int = 0
     cases: int | None = None
     case_folder: Path = Path("servespec-cases")
@@ -109,6 +121,7 @@ def run(options: Options, listener: Listener) -> Report:
         spec_version=SPEC_VERSION,
         implementation=options.implementation,
         profile=options.profile,
+        quirks=_quirks(options),
         seed=options.seed,
         machine=machine(),
     )
@@ -174,7 +187,12 @@ def _run_suite(
         return failures < options.max_failures
 
     try:
-        draw_cases(suite.cases(), count, options.seed + zlib.crc32(suite.name.encode()), take)
+        draw_cases(
+            _cases(suite, _quirks(options)),
+            count,
+            options.seed + zlib.crc32(suite.name.encode()),
+            take,
+        )
         while pending:
             finish_oldest()
     finally:
@@ -183,6 +201,18 @@ def _run_suite(
     if failures == 0:
         for failure in _shortcomings(suite, sums, count):
             fail(failure)
+
+
+def _quirks(options: Options) -> QuirksName:
+    return options.quirks or ("vllm-0.27.1" if options.implementation == "vllm" else "both")
+
+
+def _cases(suite: Suite, quirks: QuirksName) -> SearchStrategy[Case]:
+    """Return a suite's cases, of one profile if the suite drives a scheduler alone."""
+    cases = suite.cases()
+    if quirks == "both" or suite.needs != "make_scheduler":
+        return cases
+    return cases.map(lambda case: with_quirks(case, QUIRKS[quirks]))
 
 
 def _keep(

@@ -129,6 +129,8 @@ class Report:
     spec_version : str
     implementation : str
     profile : str
+    quirks : str
+        As in `session.Options`.
     seed : int
     machine : mapping of str to (str or int)
     suites : list of SuiteReport
@@ -144,6 +146,7 @@ class Report:
     spec_version: str
     implementation: str
     profile: Profile
+    quirks: str = "both"
     seed: int
     machine: Mapping[str, str | int]
     suites: list[SuiteReport] = field(default_factory=list)

@@ -14,12 +14,14 @@ import pytest
 from rich.console import Console
 
 from servespec.conformance import session
+from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.registry import SUITES
 from servespec.conformance.checks.suite import Suite
 from servespec.conformance.drawing import draw_cases
 from servespec.conformance.report.result import Failure, SuiteReport
 from servespec.conformance.report.terminal import TerminalListener
 from servespec.conformance.session import Options, run
+from servespec.reference.contracts import Quirks
 
 
 class Silent:
@@ -163,3 +165,28 @@ def test_an_interrupt_reports_what_was_found_and_leaves_no_process(tmp_path: Pat
     for child in children:
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
+
+
+@pytest.mark.parametrize("name", ["scheduling", "cache"])
+@pytest.mark.parametrize("quirks", ["vllm-0.27.1", "intended"])
+def test_a_run_of_one_profile_draws_no_other(name: str, quirks: session.QuirksName) -> None:
+    def drawn(quirks: session.QuirksName) -> set[Quirks]:
+        cases: list[Case] = []
+        draw_cases(
+            session._cases(SUITES[name], quirks), 20, 0, lambda case: cases.append(case) or True
+        )
+        assert len(cases) == 20
+        return {case.config.scheduler.quirks for case in cases}
+
+    assert len(drawn("both")) == 2
+    assert drawn(quirks) == {session.QUIRKS[quirks]}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "asked", "quirks"),
+    [("vllm", None, "vllm-0.27.1"), ("fast", None, "both"), ("vllm", "both", "both")],
+)
+def test_vllm_is_asked_for_its_own_decisions(
+    implementation: str, asked: session.QuirksName | None, quirks: str, tmp_path: Path
+) -> None:
+    assert session._quirks(options(tmp_path, implementation=implementation, quirks=asked)) == quirks
