@@ -19,7 +19,7 @@ from servespec.fast.models import checkpoint
 from servespec.fast.models.layers import Weights
 from servespec.fast.models.qwen3_5 import Qwen3_5
 from servespec.fast.progress import GenerationProgress
-from servespec.fast.sampling.greedy import greedy
+from servespec.fast.sampling.greedy import greedy, require_numbers
 from servespec.fast.scheduling.admission import check_request
 from servespec.fast.scheduling.planner import make_planner
 from servespec.reference.contracts import (
@@ -168,6 +168,9 @@ class Engine:
             self._batch = InputBatch(engine_config, torch_device)
         self._num_steps = 0
         self._num_generated = 0
+        # Within `generate` all requests are one caller's, who is told when a model gives no
+        # numbers; a server's other requests go on.
+        self._alone = False
 
     @classmethod
     def from_checkpoint(
@@ -248,8 +251,10 @@ class Engine:
         if output.total_num_scheduled_tokens > 0:
             inputs = self._batch.prepare(output)
             logits = self.model.forward(inputs, self.memory)
-            tokens = greedy(logits).tolist()
-            rows = zip(inputs.req_ids, tokens, inputs.sampled.tolist(), strict=True)
+            tokens = greedy(logits)
+            if self._alone:
+                require_numbers(logits, tokens)
+            rows = zip(inputs.req_ids, tokens.tolist(), inputs.sampled.tolist(), strict=True)
             sampled = {req_id: (token,) for req_id, token, keep in rows if keep}
             kept = sampled
             if forced_token_ids is not None:
@@ -315,6 +320,8 @@ class Engine:
         RequestError
             The engine still serves other requests, a prompt is refused (none is started then), or
             the requests that are left can never go on.
+        ValueError
+            The model's logits are not numbers.
         """
         if self.has_unfinished_requests():
             raise RequestError(
@@ -324,7 +331,7 @@ class Engine:
         for request in requests:
             self._check(request)
         tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-        describe, self.record = self.record, False
+        describe, self.record, self._alone = self.record, False, True
         try:
             for request in requests:
                 self._scheduler.add_request(request)
@@ -342,7 +349,7 @@ class Engine:
                         tokens[output.request_id] += output.new_token_ids
                     shown.update(record.outputs)
         finally:
-            self.record = describe
+            self.record, self._alone = describe, False
             self.abort_requests(list(tokens))
         return list(tokens.values())
 

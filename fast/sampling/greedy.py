@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["greedy"]
+__all__ = ["greedy", "require_numbers"]
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -18,16 +18,26 @@ def greedy(logits: Tensor) -> Tensor:
     Returns
     -------
     Tensor
-        ``[R]`` int64.
+        ``[R]`` int64; of a row with NaN, where the first is.
+    """
+    # torch documents the first index for equal maxima, and takes NaN for the greatest.
+    return logits.argmax(dim=-1)
+
+
+def require_numbers(logits: Tensor, tokens: Tensor) -> None:
+    """Require that logits are numbers: of others no token would be the right one.
+
+    Parameters
+    ----------
+    logits : Tensor
+        ``[R, V]``.
+    tokens : Tensor
+        ``[R]``, what `greedy` makes of them.
 
     Raises
     ------
     ValueError
-        A logit is not a number: no token would be the right one.
     """
-    # torch documents the first index for equal maxima, and takes NaN for the greatest.
-    tokens = logits.argmax(dim=-1)
     broken = logits.gather(-1, tokens[:, None]).isnan()
     if bool(broken.any()):
         raise ValueError(f"logits of row {int(broken.int().argmax())} contain NaN")
-    return tokens

@@ -334,3 +334,15 @@ def test_wrong_configurations(model, tmp_path):
         Engine.from_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="dtype"):
         Engine.from_checkpoint(tmp_path / "nowhere", dtype="int8")
+
+
+def test_a_model_that_gives_no_numbers(model):
+    """A caller of `generate` is told; what a server makes of it is the server's affair."""
+    norm = model.weights["model.norm.weight"] * float("nan")
+    weights = {**model.weights, "model.norm.weight": norm}
+    engine = Engine(model.config, weights, engine_config(model))
+    with pytest.raises(ValueError, match="logits of row 0 contain NaN"):
+        engine.generate([model.prompts[0]], progress=False)
+    assert not engine.has_unfinished_requests()
+    engine.add_request(request("a", model.prompts[0], 1))
+    assert engine.step().outputs

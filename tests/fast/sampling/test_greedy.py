@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from servespec.fast.sampling.greedy import greedy
+from servespec.fast.sampling.greedy import greedy, require_numbers
 
 
 def test_the_greatest_logit_wins_and_the_lowest_id_among_equals():
@@ -22,6 +22,7 @@ def test_ties_in_wide_rows():
 def test_logits_that_are_not_numbers_are_refused():
     logits = torch.zeros(3, 70)
     assert greedy(logits.fill_(-torch.inf)).tolist() == [0, 0, 0]
+    require_numbers(logits, greedy(logits))
     logits[1, 69] = torch.nan
     with pytest.raises(ValueError, match="row 1 contain NaN"):
-        greedy(logits)
+        require_numbers(logits, greedy(logits))
