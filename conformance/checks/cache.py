@@ -59,6 +59,7 @@ class WatchedScheduler:
         self._outputs: dict[str, list[int]] = {}
         self._ended: set[str] = set()
         self._rows: dict[str, list[list[int]]] = {}
+        self._filled: set[int] = set()
         self.step = 0
         self.before = self.state = self._look("make_scheduler")
 
@@ -77,6 +78,7 @@ class WatchedScheduler:
         self._check_plan(output)
         self._check_tables(output)
         self._check_writes(output)
+        self._check_hits(output)
         self.step += 1
         return output
 
@@ -413,6 +415,51 @@ class WatchedScheduler:
                         f"block {block}, which {writer!r} writes to",
                         name,
                     )
+
+    def _check_hits(self, output: SchedulerOutput) -> None:
+        """Check that a hit block of attention was filled by steps that ran, this one included."""
+        size = self._config.cache.block_size
+        groups = [g for g in range(len(self._config.cache.groups)) if self._is_attention(g)]
+        cached = output.scheduled_cached_reqs
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if name in cached.resumed_req_ids:
+                starts[name] = computed
+        hits = {
+            (name, group): self._rows[name][group][: start // size]
+            for name, start in starts.items()
+            for group in groups
+        }
+        self._filled.difference_update(self._handed_out(output, starts))
+        for name, count in output.num_scheduled_tokens.items():
+            end = self.state.num_computed_tokens[name]
+            for group in groups:
+                self._filled.update(self._rows[name][group][(end - count) // size : end // size])
+        if self._config.scheduler.quirks.preempted_step_stays_cached:
+            return
+        for (name, group), blocks in hits.items():
+            for index, block in enumerate(blocks):
+                self._require(
+                    block in self._filled,
+                    f"block_tables[{name!r}][{group}][{index}]",
+                    "a hit of a block that was computed",
+                    f"block {block}, which no step has filled since it was handed out",
+                    name,
+                )
+
+    def _handed_out(self, output: SchedulerOutput, starts: Mapping[str, int]) -> set[int]:
+        """Return the blocks that requests got in this step and did not hit."""
+        size = self._config.cache.block_size
+        blocks: set[int] = set()
+        for name, start in starts.items():
+            for group, row in enumerate(self._rows[name]):
+                hit = start // size if self._is_attention(group) else 0
+                blocks.update(row[hit:])
+        cached = output.scheduled_cached_reqs
+        for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if added is not None and name not in starts:
+                blocks.update(*added)
+        return blocks
 
     def _is_attention(self, group: int) -> bool:
         return self._config.cache.groups[group].layer_type == "full_attention"

@@ -312,6 +312,25 @@ def hashed_in_a_byte(scheduler: Scheduler) -> None:
 
 @planted(
     "scheduler",
+    "a block is hashed one token before it is full",
+    source="PR#56525: a hash published for a state not yet written",
+    suites=("scheduling", "cache"),
+    # What no step has filled must be hit, not just found, for the invariants to be broken.
+    rarity=4,
+)
+def hashed_a_token_early(scheduler: Scheduler) -> None:
+    cache = scheduler._state.cache
+
+    def enter(original: Callable[[int, int, int], None], slot: int, tokens: int, end: int) -> None:
+        known = len(cache._requests.known_tokens(slot))
+        early = tokens % cache.block_size == cache.block_size - 1 > 0 and tokens < known
+        original(slot, tokens + early, end)
+
+    wrap(cache, "cache", enter)
+
+
+@planted(
+    "scheduler",
     "blocks that a preempted request was to fill stay in the index",
     source="PR#56525: a hash published at schedule time for a state never written",
     suites=("scheduling",),
@@ -457,6 +476,7 @@ FAULTS = (
     shared_across_tenants,
     recomputed_in_place,
     hashed_in_a_byte,
+    hashed_a_token_early,
     hashed_and_never_computed,
     one_token_too_many,
     ignored_minimum,

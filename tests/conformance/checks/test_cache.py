@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from servespec.conformance import faults
 from servespec.conformance.adapters.base import SchedulerFactory
 from servespec.conformance.adapters.fast import FastImplementation
 from servespec.conformance.adapters.reference import ReferenceImplementation, ReferenceScheduler
 from servespec.conformance.cases.case import Case
 from servespec.conformance.checks.cache import SUITE, WatchedScheduler, check
-from servespec.conformance.faults import recomputed_in_place
 from servespec.conformance.faults.self_test import try_suite
 from servespec.conformance.verdicts import CaseResult, Verdict, run_check
 from servespec.conformance.workloads.scheduling import make_case, matrix
@@ -302,12 +302,20 @@ def test_one_table_shown_for_all_requests_is_found() -> None:
     assert found & {"a block of its own or one of a common prefix", "none without prefix caching"}
 
 
-def test_only_the_check_of_writers_finds_two_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = try_suite(recomputed_in_place, SUITE, 100)
+ALONE = {
+    "_check_writes": (faults.recomputed_in_place, "a block of its own to write to"),
+    "_check_hits": (faults.hashed_a_token_early, "a hit of a block that was computed"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_only_this_check_finds_this_fault(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fault, expected = ALONE[name]
+    finding = try_suite(fault, SUITE, 100 * fault.rarity)
     assert finding.divergence is not None
-    assert finding.divergence.expected == "a block of its own to write to"
-    monkeypatch.setattr(WatchedScheduler, "_check_writes", lambda self, output: None)
-    assert try_suite(recomputed_in_place, SUITE, finding.cases + 20).divergence is None
+    assert finding.divergence.expected == expected
+    monkeypatch.setattr(WatchedScheduler, name, lambda self, output: None)
+    assert try_suite(fault, SUITE, finding.cases + 20).divergence is None
 
 
 def test_rubbish_is_a_failure() -> None:
