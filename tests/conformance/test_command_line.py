@@ -240,7 +240,9 @@ def test_an_interrupt_is_130_from_the_start(delay: float, tmp_path: Path) -> Non
 
 
 PROGRAM = """
+import os
 import sys
+
 from servespec.conformance.adapters.reference import ReferenceImplementation
 from servespec.conformance.adapters.server import serve
 
@@ -256,7 +258,8 @@ class Lazy(Mine):
 
         def lazy(*arguments):
             if next(count, None) is None:
-                sys.exit("planted: out of steps")
+                print("planted: out of steps", file=sys.stderr, flush=True)
+                os._exit(7)
             return schedule(*arguments)
 
         scheduler.schedule = lazy
