@@ -103,7 +103,17 @@ def test_a_token_with_a_clear_margin_diverges() -> None:
         token_verdict(8, 1.1 * bound)
 
 
-@pytest.mark.parametrize("got", [None, "7", 7.0, -1, DENSE.vocab_size])
-def test_tokens_that_are_none_are_rubbish(got: object) -> None:
-    with pytest.raises(ImplementationFailed, match="must be in"):
+@pytest.mark.parametrize(
+    ("got", "wanted"),
+    [
+        (None, "must be an int"),
+        ("7", "must be an int"),
+        (7.0, "must be an int"),
+        (True, "must be an int"),
+        (-1, r"must be in \[0, vocab_size"),
+        (DENSE.vocab_size, r"must be in \[0, vocab_size"),
+    ],
+)
+def test_tokens_that_are_none_are_rubbish(got: object, wanted: str) -> None:
+    with pytest.raises(ImplementationFailed, match=wanted):
         token_verdict(got, 1.0)
