@@ -218,22 +218,27 @@ def test_the_place_of_a_fault_is_folded_and_not_cut(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("delay", [0.3, 0.8, 2.0])
 def test_an_interrupt_is_130_from_the_start(delay: float, tmp_path: Path) -> None:
+    # A shell lets what it starts in the background ignore interrupts, and so all that this starts.
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from servespec.conformance.cli import main; print('ready', flush=True); main(['check',"
         " '--suite', 'engine', '--cases', '100000', '--jobs', '1'])"
     )
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(delay)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(delay)
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
     assert "interrupted" in stdout + stderr
