@@ -137,7 +137,9 @@ def children_of(parent: int) -> list[int]:
 
 
 def test_an_interrupt_reports_what_was_found_and_leaves_no_process(tmp_path: Path) -> None:
+    # A shell lets what it starts in the background ignore interrupts, and so all that this starts.
     command = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from servespec.conformance.cli import main; main(["
         "'check', '--impl', 'servespec.conformance.faults:hangs', '--suite', 'batch', '--suite',"
         "'engine', '--cases', '2', '--jobs', '2', '--json', 'report.json'])"
