@@ -289,10 +289,11 @@ def test_an_interrupt_is_a_person_or_where_none_can_be_the_implementation() -> N
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        attempt(interrupt)
-    before = signal.signal(signal.SIGINT, lambda number, frame: None)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        with pytest.raises(KeyboardInterrupt):
+            attempt(interrupt)
+        signal.signal(signal.SIGINT, lambda number, frame: None)
         with pytest.raises(ImplementationFailed, match="interrupt raised KeyboardInterrupt"):
             attempt(interrupt)
     finally:
