@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from hypothesis.strategies import SearchStrategy
 
 from servespec.conformance.adapters.loading import LoadingError
+from servespec.conformance.adapters.traces import PROFILES
 from servespec.conformance.cases import files
 from servespec.conformance.cases.case import SPEC_VERSION, Case, CaseFile
 from servespec.conformance.cases.shrink import shrink
@@ -26,13 +27,10 @@ from servespec.conformance.pool import WorkerPool, default_jobs
 from servespec.conformance.report.result import Failure, Report, SuiteReport, machine
 from servespec.conformance.verdicts import CaseResult
 from servespec.conformance.workloads.scheduling import with_quirks
-from servespec.reference.contracts import Quirks
 
-__all__ = ["QUIRKS", "Listener", "Options", "QuirksName", "run"]
+__all__ = ["Listener", "Options", "QuirksName", "run"]
 
 QuirksName = Literal["both", "vllm-0.27.1", "intended"]
-QUIRKS = {"vllm-0.27.1": Quirks.vllm_0_27_1(), "intended": Quirks()}
-"""The two profiles by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +210,7 @@ def _cases(suite: Suite, quirks: QuirksName) -> SearchStrategy[Case]:
     cases = suite.cases()
     if quirks == "both" or suite.needs != "make_scheduler":
         return cases
-    return cases.map(lambda case: with_quirks(case, QUIRKS[quirks]))
+    return cases.map(lambda case: with_quirks(case, PROFILES[quirks]))
 
 
 def _keep(

@@ -52,6 +52,7 @@ MAX_FILE_BYTES = 32 * 2**20
 MAX_RECORDING_BYTES = 64 * 2**20
 
 PROFILES = {"vllm-0.27.1": Quirks.vllm_0_27_1(), "intended": Quirks()}
+"""The two profiles by name."""
 
 T = TypeVar("T")
 

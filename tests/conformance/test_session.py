@@ -181,7 +181,7 @@ def test_a_run_of_one_profile_draws_no_other(name: str, quirks: session.QuirksNa
         return {case.config.scheduler.quirks for case in cases}
 
     assert len(drawn("both")) == 2
-    assert drawn(quirks) == {session.QUIRKS[quirks]}
+    assert drawn(quirks) == {session.PROFILES[quirks]}
 
 
 @pytest.mark.parametrize(
