@@ -284,10 +284,12 @@ class Operations:
             return scanned
         read: Tensor | None = None
         kernel = self.kernels.get("gated_delta_rule_rows")
-        shortest = 0 if kernel is None else RECURRENT_TOKENS
-        slots = rows.recurrent_slots(shortest)
-        if kernel is not None and slots is not None:
-            read = kernel(*tokens, states, slots, starts, starts)
+        shortest = 0
+        if kernel is not None:
+            shortest = RECURRENT_TOKENS
+            slots = rows.recurrent_slots(shortest)
+            if slots is not None:
+                read = kernel(*tokens, states, slots, starts, starts)
         plan = rows.chunks(shortest)
         if plan is None:
             assert read is not None

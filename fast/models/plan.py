@@ -97,8 +97,6 @@ class GdnPrefill:
         ``[R + 1]`` int32, of these rows alone.
     slots : Tensor
         ``[R]`` int64 state slots.
-    has_initial_state : Tensor
-        ``[R]`` bool, all true: rows that start find zeros in their slots.
     """
 
     def __init__(
@@ -106,12 +104,16 @@ class GdnPrefill:
     ) -> None:
         self.query_start_loc = query_start_loc
         self.slots = slots
-        self.has_initial_state = torch.ones(len(slots), dtype=torch.bool, device=slots.device)
         _, heads, value_dim, key_dim = states.ssm.shape
         self._elements = heads * (value_dim + key_dim)
         self._width = width
         self._recurrent: dict[int, Tensor | None] = {}
         self._chunks: dict[int, ChunkPlan | None] = {}
+
+    @cached_property
+    def has_initial_state(self) -> Tensor:
+        """``[R]`` bool, all true: rows that start find zeros in their slots."""
+        return torch.ones(len(self.slots), dtype=torch.bool, device=self.slots.device)
 
     @cached_property
     def convolution(self) -> ConvolutionPlan:
